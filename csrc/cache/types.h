@@ -1,0 +1,37 @@
+// Words shared by the cache room: token and block ids, tickets, and the errors this room throws.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace npc {
+
+using Token = int32_t;
+using BlockId = int32_t;
+
+// A point in the work of all streams. Tickets grow; "ticket t has passed" means that everything enqueued before t
+// was taken, on any stream, has run. 0 has always passed. The device room hands them out, this room compares them.
+using Ticket = uint64_t;
+
+// The pool cannot hold the request, even after every entry that may be evicted was.
+struct PoolExhausted : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The cache was closed, or belongs to the process this one was forked from.
+struct CacheClosed : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A lease was used after its release.
+struct LeaseReleased : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// An invariant of ours does not hold: a defect of this software, reported by check_integrity().
+struct IntegrityError : std::logic_error {
+  using std::logic_error::logic_error;
+};
+
+}  // namespace npc

@@ -1,0 +1,231 @@
+#include "device/prompt_cache.h"
+
+#include <chrono>
+#include <utility>
+#include <thread>
+
+namespace npc::device {
+namespace {
+
+constexpr auto kFencePoll = std::chrono::microseconds(50);
+constexpr auto kFenceDeadline = std::chrono::seconds(10);
+
+CacheOptions cache_options(const PoolOptions& pool, const Region& region) {
+  size_t usable_bytes = (region.block_count() - 1) * region.block_bytes();
+  if (pool.watermark_bytes >= usable_bytes)
+    throw std::invalid_argument("watermark_bytes=" + std::to_string(pool.watermark_bytes) +
+                                " leaves nothing to cache in: it must be below the " + std::to_string(usable_bytes) +
+                                " bytes of the pool's blocks");
+  CacheOptions options;
+  options.block_count = region.block_count();
+  options.block_size = pool.block_size;
+  options.block_bytes = region.block_bytes();
+  options.watermark_blocks = (pool.watermark_bytes + region.block_bytes() - 1) / region.block_bytes();
+  options.priority_bits = pool.priority_bits;
+  return options;
+}
+
+}  // namespace
+
+PromptCache::PromptCache(const PoolOptions& options)
+    : runtime_(std::make_shared<Runtime>(options.acl_lib, options.device)),
+      fences_(std::make_unique<Fences>(runtime_)),
+      region_(std::make_shared<Region>(runtime_, options.pool_bytes, options.plane_block_bytes, options.block_size)),
+      cache_(std::make_unique<Cache>(cache_options(options, *region_))),
+      block_bytes_(region_->block_bytes()) {
+  Runtime::Scope scope(*runtime_);
+  runtime_->check(runtime_->api().aclrtCreateStream(&own_stream_), "aclrtCreateStream");
+}
+
+PromptCache::~PromptCache() {
+  if (own_stream_ == nullptr || !runtime_->may_call()) return;
+  try {
+    Runtime::Scope scope(*runtime_);
+    runtime_->api().aclrtSynchronizeStream(own_stream_);
+    runtime_->api().aclrtDestroyStream(own_stream_);
+  } catch (const std::exception&) {
+    // No context to be had: the runtime takes the stream back with the process.
+  }
+}
+
+void PromptCache::check_usable() const {
+  runtime_->check_process();
+  if (closed_) throw CacheClosed("the cache was closed; make a new one");
+}
+
+std::shared_ptr<Region> PromptCache::region() const {
+  check_usable();
+  std::lock_guard lock(region_mutex_);
+  if (region_ == nullptr) throw CacheClosed("the cache was closed; make a new one");
+  return region_;
+}
+
+LookedUp PromptCache::lookup(std::string_view name_space, const Token* tokens, int64_t count) {
+  check_usable();
+  return cache_->lookup(name_space, tokens, count, true);
+}
+
+Acquired PromptCache::acquire_blocks(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit,
+                                     bool counted) {
+  for (;;) {
+    cache_->pass(fences_->poll());
+    Acquired acquired = cache_->acquire(name_space, tokens, count, limit, fences_->newest(), counted);
+    if (acquired.lease != nullptr) return acquired;
+    wait_for(acquired.wait_for);
+  }
+}
+
+std::shared_ptr<LeaseHandle> PromptCache::acquire(std::string_view name_space, const Token* tokens, int64_t count,
+                                                  int64_t limit, acl::Stream stream) {
+  check_usable();
+  std::shared_ptr<Region> region = this->region();
+  Acquired acquired = acquire_blocks(name_space, tokens, count, limit, true);
+  // From here on the handle releases, whatever happens: after the copies that were enqueued (P5, P6).
+  auto handle = std::make_shared<LeaseHandle>(shared_from_this(), acquired.lease,
+                                              stream != nullptr ? stream : own_stream_,
+                                              cache_->cached_tokens(acquired.lease));
+  if (acquired.copy) {
+    region->copy_rows(*acquired.copy, stream != nullptr ? stream : own_stream_);
+    if (stream == nullptr) synchronize_own_stream();
+  }
+  return handle;
+}
+
+int64_t PromptCache::insert(std::string_view name_space, const Token* tokens, int64_t count,
+                            const std::vector<Source>& sources, acl::Stream stream) {
+  check_usable();
+  std::shared_ptr<Region> region = this->region();
+  acl::Stream on = stream != nullptr ? stream : own_stream_;
+  if (cache_->lookup(name_space, tokens, count, false).cached_tokens == count) return 0;
+  Acquired acquired = acquire_blocks(name_space, tokens, count, count - 1, false);
+  int64_t cached = cache_->cached_tokens(acquired.lease);
+  LeaseHandle handle(shared_from_this(), acquired.lease, on, cached);
+  if (acquired.copy) region->copy_rows(*acquired.copy, on);
+  std::vector<Source> rest = sources;
+  for (size_t p = 0; p < rest.size(); ++p) {
+    rest[p].data = static_cast<const char*>(rest[p].data) +
+                   cached * (region->plane_block_bytes(p) / region->block_size());
+  }
+  region->fill(rest, handle.block_table(), cached, count - cached, on);
+  if (stream == nullptr) synchronize_own_stream();
+  int64_t news = handle.commit(tokens, count);
+  handle.release();
+  return news;
+}
+
+void PromptCache::extend(Lease* lease, int64_t count) {
+  check_usable();
+  for (;;) {
+    cache_->pass(fences_->poll());
+    Ticket ticket = cache_->extend(lease, count, fences_->newest());
+    if (ticket == 0) return;
+    wait_for(ticket);
+  }
+}
+
+void PromptCache::release(Lease* lease, acl::Stream stream) {
+  Ticket ticket = fences_->take(stream);
+  cache_->release(lease, ticket);
+  cache_->pass(fences_->poll());
+}
+
+void PromptCache::wait_for(Ticket ticket) {
+  auto deadline = std::chrono::steady_clock::now() + kFenceDeadline;
+  while (fences_->poll() < ticket) {
+    if (std::chrono::steady_clock::now() > deadline)
+      throw PoolExhausted("every block left is fenced, and the device has not finished with them in 10 s");
+    std::this_thread::sleep_for(kFencePoll);
+  }
+}
+
+void PromptCache::synchronize_own_stream() {
+  Runtime::Scope scope(*runtime_);
+  runtime_->check(runtime_->api().aclrtSynchronizeStream(own_stream_), "aclrtSynchronizeStream");
+}
+
+void PromptCache::clear() {
+  check_usable();
+  cache_->clear();
+}
+
+void PromptCache::check_integrity() const {
+  runtime_->check_process();
+  cache_->check_integrity();
+}
+
+void PromptCache::close() {
+  runtime_->check_process();
+  closed_ = true;
+  cache_->close();
+  std::lock_guard lock(region_mutex_);
+  if (region_ == nullptr) return;
+  if (region_.use_count() == 1) region_->free();  // else the last tensor over it frees it
+  region_.reset();
+}
+
+CacheStats PromptCache::stats() const {
+  check_usable();
+  return cache_->stats();
+}
+
+std::array<CopyCounts, 4> PromptCache::copies() const { return region()->copies(); }
+
+LeaseHandle::LeaseHandle(std::shared_ptr<PromptCache> cache, Lease* lease, acl::Stream stream, int64_t cached_tokens)
+    : cache_(std::move(cache)), lease_(lease), stream_(stream), cached_tokens_(cached_tokens) {}
+
+LeaseHandle::~LeaseHandle() {
+  // At exit and in a forked child there is nothing to give back to, and no lock that is safe to take.
+  if (lease_ != nullptr && cache_->runtime_->may_call()) cache_->release(lease_, stream_);
+}
+
+// In a forked child another thread's lock may be held for ever: look before locking.
+std::unique_lock<std::mutex> LeaseHandle::lock() const {
+  cache_->runtime_->check_process();
+  return std::unique_lock(mutex_);
+}
+
+Lease* LeaseHandle::live() const {
+  cache_->check_usable();
+  if (lease_ == nullptr) throw LeaseReleased("the lease was released; acquire() a new one");
+  return lease_;
+}
+
+int64_t LeaseHandle::length() const {
+  auto held = lock();
+  return cache_->cache_->length(live());
+}
+
+std::vector<BlockId> LeaseHandle::block_table() const {
+  auto held = lock();
+  return cache_->cache_->block_table(live());
+}
+
+std::vector<int64_t> LeaseHandle::slots(int64_t start, int64_t stop) const {
+  auto held = lock();
+  return cache_->cache_->slots(live(), start, stop);
+}
+
+void LeaseHandle::extend(int64_t count) {
+  auto held = lock();
+  cache_->extend(live(), count);
+}
+
+int64_t LeaseHandle::commit(const Token* tokens, int64_t count) {
+  auto held = lock();
+  int64_t news = cache_->cache_->commit(live(), tokens, count);
+  cache_->cache_->pass(cache_->fences_->poll());
+  return news;
+}
+
+void LeaseHandle::release() {
+  auto held = lock();
+  if (lease_ == nullptr) throw LeaseReleased("the lease was released before");
+  cache_->release(std::exchange(lease_, nullptr), stream_);
+}
+
+bool LeaseHandle::released() const {
+  auto held = lock();
+  return lease_ == nullptr;
+}
+
+}  // namespace npc::device

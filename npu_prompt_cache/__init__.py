@@ -1,0 +1,83 @@
+"""A prompt (prefix) cache for LLM inference on Ascend NPUs.
+
+A request whose prompt begins like an earlier one reuses the K/V that is already on the device and prefills only
+what is new. ``npc.enable(model)`` is the one line most programs need.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from npu_prompt_cache.cache import Lease, Match, PromptCache, Stats
+from npu_prompt_cache.config import CacheConfig
+from npu_prompt_cache.errors import (
+    AclError,
+    CacheClosed,
+    IntegrityError,
+    LeaseReleased,
+    PoolExhausted,
+    PromptCacheError,
+    RuntimeNotFound,
+    UnsupportedModel,
+)
+from npu_prompt_cache.layout import KVLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AclError",
+    "CacheClosed",
+    "CacheConfig",
+    "IntegrityError",
+    "KVLayout",
+    "Lease",
+    "LeaseReleased",
+    "Match",
+    "PoolExhausted",
+    "PromptCache",
+    "PromptCacheError",
+    "RuntimeNotFound",
+    "Stats",
+    "UnsupportedModel",
+    "disable",
+    "enable",
+]
+
+
+def enable(model: PreTrainedModel, **options: Any) -> PromptCache:  # noqa: ANN401
+    """Gives a transformers model a prompt cache: `PromptCache.for_model` and `PromptCache.attach` in one.
+
+    Args:
+        model: a decoder-only transformers model.
+        options: what `PromptCache.for_model` takes, such as ``max_gb=4``.
+
+    Example:
+        >>> import npu_prompt_cache as npc
+        >>> cache = npc.enable(model)  # doctest: +SKIP
+        >>> model.generate(**inputs)  # prefills only what no earlier prompt began with  # doctest: +SKIP
+    """
+    cache = PromptCache.for_model(model, **options)
+    try:
+        cache.attach(model).owns_cache = True
+    except BaseException:
+        cache.close()
+        raise
+    return cache
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Restores a model that `enable` or `PromptCache.attach` changed, and closes a cache that `enable` made.
+
+    Raises:
+        ValueError: no cache is attached to the model.
+    """
+    from npu_prompt_cache.integrations import transformers
+
+    attachment = transformers.attachment_of(model)
+    if attachment.owns_cache:
+        attachment.cache.close()
+    else:
+        attachment.detach()

@@ -1,0 +1,453 @@
+"""The prompt cache: what a program acquires, computes into and commits."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from npu_prompt_cache import _core, sim
+from npu_prompt_cache.config import CacheConfig
+from npu_prompt_cache.layout import MAX_PLANE_ELEMENTS, KVLayout
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from transformers import PreTrainedModel
+
+    from npu_prompt_cache.integrations.transformers import Attachment
+
+#: Token ids, 0 ... 2**31 - 1, one sequence. A list, a tuple, an integer array or a 1-D torch tensor.
+TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | torch.Tensor"
+
+_DL_CPU, _DL_EXT_DEV = 1, 12
+_H2D, _D2D = 1, 3
+
+atexit.register(_core.process_is_exiting)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since the cache was made, and what is where now. Bytes are of whole blocks in all planes.
+
+    ``free_bytes + leased_bytes + cached_bytes + fenced_bytes == pool_bytes`` always.
+
+    Attributes:
+        lookups: calls of ``acquire`` and ``lookup``.
+        hits: of these, with at least one cached token.
+        lookup_tokens: tokens they asked for.
+        hit_tokens: of these, found.
+        committed_blocks: entries published.
+        evicted_blocks: entries evicted for room, or dropped because a longer entry covers them.
+        entries: entries now.
+        pinned_entries: of these, held by a lease.
+        leases: leases now.
+        free_bytes: ready to be leased.
+        leased_bytes: private to a lease, not published.
+        cached_bytes: published.
+        fenced_bytes: given back, waiting for the device to finish with them.
+        pool_bytes: all of these together.
+        copies: copies the cache made, by kind (``"H2H"``, ``"H2D"``, ``"D2H"``, ``"D2D"``).
+        copy_bytes: their bytes.
+        runtime: file of the Ascend runtime in use.
+        runtime_found: how it was found.
+    """
+
+    lookups: int
+    hits: int
+    lookup_tokens: int
+    hit_tokens: int
+    committed_blocks: int
+    evicted_blocks: int
+    entries: int
+    pinned_entries: int
+    leases: int
+    free_bytes: int
+    leased_bytes: int
+    cached_bytes: int
+    fenced_bytes: int
+    pool_bytes: int
+    copies: dict[str, int]
+    copy_bytes: dict[str, int]
+    runtime: str
+    runtime_found: str
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens asked for and not found: what had to be prefilled."""
+        return self.lookup_tokens - self.hit_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens asked for that was found, 0 ... 1."""
+        return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
+
+    def __str__(self) -> str:
+        return "\n".join(f"{field.name:>16}  {getattr(self, field.name)}" for field in fields(self))
+
+
+class Match(NamedTuple):
+    """What `PromptCache.lookup` found. Nothing is pinned: it holds until the next call of the cache."""
+
+    #: Tokens ``[0, cached_tokens)`` of the prompt are cached.
+    cached_tokens: int
+    #: int32 ``[ceil(cached_tokens / block_size)]``: ids of their blocks.
+    block_table: npt.NDArray[np.int32]
+    #: Bytes of one block in one plane.
+    plane_block_bytes: int
+    #: Device address of each plane, K and V of layer 0, then of layer 1, ...
+    plane_addresses: tuple[int, ...]
+
+    def offsets(self, plane: int) -> npt.NDArray[np.int64]:
+        """int64 ``[blocks]``: byte offset of each block from the start of `plane` (``plane_addresses[plane]``)."""
+        if not 0 <= plane < len(self.plane_addresses):
+            raise ValueError(f"plane={plane} is not in [0, {len(self.plane_addresses)})")
+        return self.block_table.astype(np.int64) * self.plane_block_bytes
+
+
+class Lease:
+    """What a request holds: tokens ``[0, cached_tokens)`` to read, ``[cached_tokens, length)`` to compute and write.
+
+    A context manager: leaving the block releases the lease; only `commit` publishes, so an error publishes nothing.
+    Every method raises `LeaseReleased` after the release and `CacheClosed` after the cache's close.
+    """
+
+    __slots__ = ("_core", "cached_tokens")
+
+    def __init__(self, core: _core.Lease) -> None:
+        self._core = core
+        #: Tokens of the prompt that were found: compute the others.
+        self.cached_tokens: int = core.cached_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens that the lease has slots for: those acquired and those extended by."""
+        return self._core.length
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """int32 ``[ceil(length / block_size)]``: block i holds tokens ``[i * block_size, (i + 1) * block_size)``."""
+        return self._core.block_table()
+
+    def slots(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """int64 ``[stop - start]``: slot ``block * block_size + offset`` of each token in ``[start, stop)``."""
+        return self._core.slots(start, stop)
+
+    def extend(self, count: int) -> None:
+        """Slots for `count` more tokens.
+
+        Raises:
+            PoolExhausted: the pool has no block left; the lease is as it was.
+        """
+        if count < 0:
+            raise ValueError(f"extend({count}): at least 0 tokens")
+        self._core.extend(count)
+
+    def commit(self, token_ids: TokenIds) -> int:
+        """Publishes the K/V of `token_ids`: the whole sequence from its first token, as far as it was computed.
+
+        May be called again with a longer sequence. Returns the number of tokens that were not cached before.
+
+        Raises:
+            ValueError: other tokens than were acquired, fewer than were cached or committed, or more than `length`.
+        """
+        return self._core.commit(_ids(token_ids))
+
+    def release(self) -> None:
+        """Ends the lease. What it did not commit is lost.
+
+        Raises:
+            LeaseReleased: it was released before.
+        """
+        self._core.release()
+
+    @property
+    def released(self) -> bool:
+        """True after `release`."""
+        return self._core.released
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if not self._core.released:
+            self._core.release()
+
+    def __repr__(self) -> str:
+        if self._core.released:
+            return "Lease(released)"
+        return f"Lease(cached_tokens={self.cached_tokens}, length={self.length})"
+
+
+class PromptCache:
+    """A prompt cache over one pool of device memory.
+
+    Args:
+        layout: geometry of the K/V.
+        device: ``"cpu"``: host memory, managed through the simulated Ascend runtime that ships with the package.
+            ``"npu"``, ``"npu:N"``: an NPU, through the runtime found on this machine.
+        max_gb: size of the pool in GiB; 2 by default.
+        pool_bytes: the same in bytes.
+        watermark_bytes: pool bytes kept free after every commit; by default 256 MiB, or a quarter of a smaller pool.
+        namespace: everything besides the tokens that the K/V depend on. `for_model` and `attach` make one; a
+            program of its own passes what tells its models apart.
+        acl_lib: path of the Ascend runtime library, instead of the search.
+
+    Raises:
+        ValueError, TypeError: naming the value and its limit.
+        RuntimeNotFound: no Ascend runtime for an NPU.
+        AclError: the runtime refused, such as for lack of device memory.
+
+    Example:
+        >>> layout = KVLayout(num_layers=2, num_kv_heads=8, head_dim=64, dtype=torch.float16)
+        >>> cache = PromptCache(layout, device="cpu", pool_bytes=64 << 20)
+        >>> prompt = list(range(500))
+        >>> with cache.acquire(prompt) as lease:
+        ...     slots = lease.slots(lease.cached_tokens, len(prompt))  # compute these tokens; write K/V here
+        ...     lease.commit(prompt)
+        500
+        >>> cache.lookup(prompt + [7, 8, 9]).cached_tokens
+        500
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        device: str = "cpu",
+        max_gb: float | None = None,
+        *,
+        pool_bytes: int | None = None,
+        watermark_bytes: int | None = None,
+        namespace: bytes = b"",
+        acl_lib: str | None = None,
+    ) -> None:
+        self.layout = layout
+        self.namespace = namespace
+        self.config = CacheConfig.resolve(device, max_gb, pool_bytes, watermark_bytes, acl_lib)
+        if acl_lib is None and self.config.device_type == "cpu":
+            acl_lib = sim.library_path()
+        self._core = _core.PromptCache(
+            acl_lib=acl_lib or "",
+            device=self.config.device_index,
+            pool_bytes=self.config.pool_bytes,
+            watermark_bytes=self.config.watermark_bytes,
+            plane_block_bytes=[layout.plane_block_bytes] * layout.num_planes,
+            block_size=layout.block_size,
+        )
+        elements = self._core.block_count * layout.plane_block_bytes // layout.dtype.itemsize
+        if elements >= MAX_PLANE_ELEMENTS:
+            self._core.close()
+            raise ValueError(
+                f"pool_bytes={self.config.pool_bytes} makes planes of {elements} elements; operators on the NPU take "
+                f"fewer than {MAX_PLANE_ELEMENTS}: make the pool smaller"
+            )
+        self._planes: list[torch.Tensor | None] = [None] * layout.num_planes
+        self._attachments: list[Attachment] = []
+
+    @classmethod
+    def for_model(
+        cls,
+        model: PreTrainedModel,
+        device: str | None = None,
+        max_gb: float | None = None,
+        *,
+        block_size: int = 128,
+        pool_bytes: int | None = None,
+        watermark_bytes: int | None = None,
+        acl_lib: str | None = None,
+    ) -> PromptCache:
+        """A cache with the layout, the dtype and the device of a transformers model. `attach` it next.
+
+        Raises:
+            UnsupportedModel: the model's K/V cannot be cached correctly; the message names the reason.
+        """
+        from npu_prompt_cache.integrations import transformers
+
+        layout = transformers.layout_of(model, block_size)
+        return cls(
+            layout,
+            device or str(model.device),
+            max_gb,
+            pool_bytes=pool_bytes,
+            watermark_bytes=watermark_bytes,
+            namespace=transformers.model_id(model),
+            acl_lib=acl_lib,
+        )
+
+    def attach(self, model: PreTrainedModel) -> Attachment:
+        """Makes ``model.generate(...)`` and ``model(...)`` use this cache, with the calling code unchanged.
+
+        Returns a handle: ``handle.detach()``, or leaving it as a context manager, restores the model.
+
+        Raises:
+            UnsupportedModel: the model's K/V cannot be cached correctly; the message names the reason.
+            ValueError: the model does not fit the cache, or has a cache attached.
+        """
+        from npu_prompt_cache.integrations import transformers
+
+        return transformers.attach(self, model)
+
+    def lookup(self, token_ids: TokenIds, salt: str | bytes | None = None) -> Match | None:
+        """The longest cached prefix of a prompt, or None. Pins nothing and promises nothing past the next call."""
+        cached_tokens, table = self._core.lookup(self._root(salt), _ids(token_ids))
+        if not cached_tokens:
+            return None
+        addresses = tuple(self._core.plane_address(plane) for plane in range(self.layout.num_planes))
+        return Match(cached_tokens, table, self.layout.plane_block_bytes, addresses)
+
+    def acquire(
+        self,
+        token_ids: TokenIds,
+        salt: str | bytes | None = None,
+        *,
+        limit: int | None = None,
+        stream: int | None = None,
+    ) -> Lease:
+        """A lease for a request: its longest cached prefix, pinned, and slots for the rest.
+
+        At least one token is always left to compute. Where the cached part ends inside a block, that block's rows
+        are copied on the device into the lease's own (at most one block).
+
+        Args:
+            token_ids: the whole prompt.
+            salt: requests with different salts never share entries (tenants).
+            limit: take at most so many tokens from the cache.
+            stream: handle of the device stream that the request computes on. By default the copy has been done
+                when this returns.
+
+        Raises:
+            PoolExhausted: the pool cannot hold the request; run it uncached.
+        """
+        return self._acquire(self._root(salt), token_ids, limit, stream)
+
+    def _acquire(self, root: bytes, token_ids: TokenIds, limit: int | None, stream: int | None) -> Lease:
+        return Lease(self._core.acquire(root, _ids(token_ids), limit, stream or 0))
+
+    def insert(
+        self,
+        token_ids: TokenIds,
+        kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        salt: str | bytes | None = None,
+        *,
+        stream: int | None = None,
+    ) -> int:
+        """Publishes a prompt whose K/V the program holds itself, by one copy on the device.
+
+        Args:
+            token_ids: n tokens.
+            kv: for each layer K and V, each contiguous ``[n, num_kv_heads, head_dim]`` of the layout's dtype.
+            salt: as for `acquire`.
+            stream: handle of the stream that `kv` is computed on.
+
+        Returns:
+            The number of tokens that were not cached before.
+
+        Raises:
+            ValueError: a tensor of another shape, dtype or device; the message names it.
+            PoolExhausted: the pool cannot hold the prompt.
+        """
+        ids = _core.tokens(_ids(token_ids))
+        addresses = self._source_addresses(kv, len(ids))
+        # On the CPU the tensors are host memory: the runtime is told so, and counts a copy host to device.
+        kind = _H2D if self.config.device_type == "cpu" else _D2D
+        return self._core.insert(self._root(salt), ids, addresses, kind, stream or 0)
+
+    def key(self, layer: int) -> torch.Tensor:
+        """K of a layer over the pool, no copy: ``[blocks, block_size, num_kv_heads, head_dim]``.
+
+        Write only the slots of your own lease. The tensor keeps the pool's memory alive.
+        """
+        return self._plane(layer, 0)
+
+    def value(self, layer: int) -> torch.Tensor:
+        """V of a layer over the pool; as `key`."""
+        return self._plane(layer, 1)
+
+    def stats(self) -> Stats:
+        """Counters since the cache was made, and what is where now."""
+        return Stats(
+            **self._core.stats(), runtime=self._core.runtime_path, runtime_found=self._core.runtime_how
+        )
+
+    def check_integrity(self) -> bool:
+        """Checks every invariant of the cache; True, or an `IntegrityError` that names the broken one."""
+        self._core.check_integrity()
+        return True
+
+    def clear(self) -> None:
+        """Evicts every entry that no lease holds."""
+        self._core.clear()
+
+    def close(self) -> None:
+        """Detaches from every model and gives the pool back; later calls raise `CacheClosed`. May be called again.
+
+        Tensors from `key` and `value` that are still held keep the memory until they go.
+        """
+        for attachment in list(self._attachments):
+            attachment.detach()
+        self._planes = []
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._core.closed else f"{self.config.pool_bytes / (1 << 30):.3g} GiB"
+        return f"PromptCache({self.layout}, device={self.config.device!r}, {state})"
+
+    def _root(self, salt: str | bytes | None) -> bytes:
+        """Name of the prefix tree; each part is preceded by its length, so that no two pairs give one name."""
+        tail = b"" if salt is None else b"s" + (salt.encode() if isinstance(salt, str) else salt)
+        return b"user" + len(self.namespace).to_bytes(8, "little") + self.namespace + tail
+
+    def _plane(self, layer: int, value: int) -> torch.Tensor:
+        if not 0 <= layer < self.layout.num_layers:
+            raise ValueError(f"layer={layer} is not in [0, {self.layout.num_layers})")
+        plane = 2 * layer + value
+        if self._core.closed or self._planes[plane] is None:
+            tensor = self._wrap(plane)  # raises CacheClosed
+            self._planes[plane] = tensor
+            return tensor
+        return self._planes[plane]  # type: ignore[return-value]
+
+    def _wrap(self, plane: int) -> torch.Tensor:
+        layout = self.layout
+        shape = [self._core.block_count, layout.block_size, layout.num_kv_heads, layout.head_dim]
+        device_type = _DL_CPU if self.config.device_type == "cpu" else _DL_EXT_DEV
+        capsule = self._core.plane_capsule(
+            plane, shape, layout.dlpack_code, layout.dtype.itemsize * 8, device_type, self.config.device_index
+        )
+        # An ordinary tensor even when asked for under inference_mode: others will write to it outside.
+        with torch.inference_mode(False):
+            return torch.utils.dlpack.from_dlpack(capsule)
+
+    def _source_addresses(self, kv: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int) -> list[int]:
+        layout = self.layout
+        if len(kv) != layout.num_layers:
+            raise ValueError(f"kv has {len(kv)} layers, the layout has {layout.num_layers}")
+        shape = (count, layout.num_kv_heads, layout.head_dim)
+        addresses = []
+        for layer, pair in enumerate(kv):
+            for name, tensor in zip("KV", pair, strict=True):
+                found = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+                wanted = (shape, layout.dtype, self.config.device_type)
+                if found != wanted:
+                    raise ValueError(f"{name} of layer {layer} is {found}, needed is {wanted}")
+                if not tensor.is_contiguous():
+                    raise ValueError(f"{name} of layer {layer} is not contiguous")
+                addresses.append(tensor.data_ptr())
+        return addresses
+
+
+def _ids(token_ids: TokenIds) -> TokenIds:
+    """The ids as the core takes them: it checks and copies lists, tuples and integer arrays itself."""
+    return token_ids.numpy(force=True) if isinstance(token_ids, torch.Tensor) else token_ids

@@ -1,0 +1,1 @@
+"""The cache inside other people's engines."""
