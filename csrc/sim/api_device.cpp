@@ -1,0 +1,115 @@
+// The runtime, devices and contexts.
+#include "sim/call.h"
+
+namespace npc::sim {
+namespace {
+
+constexpr char kSocName[] = "Ascend910B1";
+
+Status WantPointer(const void* pointer) {
+  return pointer != nullptr ? Status{}
+                            : Fail(acl::kInvalidParam, "the pointer to return the result in is null");
+}
+
+}  // namespace
+
+NPC_SIM_API acl::Error aclInit(const char*) {
+  return Serve(Function::aclInit, Needs::kNothing, [](const Call& call) -> Status {
+    if (call.state.initialized) return Fail(acl::kRepeatInitialize, "the runtime is initialised already");
+    call.state.initialized = true;
+    return {};
+  });
+}
+
+NPC_SIM_API acl::Error aclFinalize() {
+  return Serve(Function::aclFinalize, Needs::kNothing, [](const Call& call) -> Status {
+    if (!call.state.initialized && call.state.finalized) return Fail(kRepeatFinalize, "finalised already");
+    if (!call.state.initialized) return Fail(acl::kUninitialized, "aclInit was not called");
+    call.state.Finalize();
+    return {};
+  });
+}
+
+// Can be asked before aclInit: programs do, to find out whether there is a device at all.
+NPC_SIM_API acl::Error aclrtGetDeviceCount(uint32_t* count) {
+  return Serve(Function::aclrtGetDeviceCount, Needs::kNothing, [=](const Call& call) {
+    Status status = WantPointer(count);
+    if (status.ok()) *count = static_cast<uint32_t>(call.state.devices.size());
+    return status;
+  });
+}
+
+NPC_SIM_API acl::Error aclrtSetDevice(int32_t device) {
+  return Serve(Function::aclrtSetDevice, Needs::kInit,
+               [=](const Call& call) { return call.state.SetDevice(device, &CurrentContext()); });
+}
+
+NPC_SIM_API acl::Error aclrtGetDevice(int32_t* device) {
+  return Serve(Function::aclrtGetDevice, Needs::kContext, [=](const Call& call) {
+    Status status = WantPointer(device);
+    if (status.ok()) *device = call.device;
+    return status;
+  });
+}
+
+NPC_SIM_API acl::Error aclrtResetDevice(int32_t device) {
+  return Serve(Function::aclrtResetDevice, Needs::kInit,
+               [=](const Call& call) { return call.state.ResetDevice(device); });
+}
+
+NPC_SIM_API acl::Error aclrtSynchronizeDevice() {
+  return Serve(Function::aclrtSynchronizeDevice, Needs::kContext,
+               [](const Call& call) { return call.state.timeline.SynchronizeDevice(call.device); });
+}
+
+NPC_SIM_API acl::Error aclrtGetMemInfo(int attr, size_t* free_bytes, size_t* total_bytes) {
+  return Serve(Function::aclrtGetMemInfo, Needs::kContext, [=](const Call& call) {
+    Status status = WantPointer(free_bytes);
+    if (status.ok()) status = WantPointer(total_bytes);
+    if (!status.ok()) return status;
+    bool hbm = attr == acl::kHbmMem || attr == acl::kHbmMemHuge || attr == acl::kHbmMemNormal;
+    const Memory& memory = call.state.memory;
+    *total_bytes = hbm ? memory.hbm_bytes : 0;
+    *free_bytes = hbm ? memory.hbm_bytes - memory.devices[static_cast<size_t>(call.device)].used_bytes : 0;
+    return status;
+  });
+}
+
+NPC_SIM_API acl::Error aclrtGetCurrentContext(acl::Context* context) {
+  return Serve(Function::aclrtGetCurrentContext, Needs::kContext, [=](const Call& call) {
+    Status status = WantPointer(context);
+    if (status.ok()) *context = call.context;
+    return status;
+  });
+}
+
+NPC_SIM_API acl::Error aclrtSetCurrentContext(acl::Context context) {
+  return Serve(Function::aclrtSetCurrentContext, Needs::kInit, [=](const Call& call) -> Status {
+    if (context == nullptr) return Fail(acl::kInvalidParam, "the context is null");
+    if (call.state.FindContext(context) == nullptr) {
+      return Fail(acl::kRtParamInvalid, "%p is no live context", context);
+    }
+    CurrentContext() = context;
+    return {};
+  });
+}
+
+NPC_SIM_API acl::Error aclrtCreateContext(acl::Context* context, int32_t device) {
+  return Serve(Function::aclrtCreateContext, Needs::kInit, [=](const Call& call) {
+    Status status = WantPointer(context);
+    if (status.ok()) status = call.state.CheckDevice(device);
+    if (status.ok()) *context = CurrentContext() = call.state.CreateContext(device, false);
+    return status;
+  });
+}
+
+NPC_SIM_API acl::Error aclrtDestroyContext(acl::Context context) {
+  return Serve(Function::aclrtDestroyContext, Needs::kInit,
+               [=](const Call& call) { return call.state.DestroyContext(context); });
+}
+
+NPC_SIM_API const char* aclrtGetSocName() { return kSocName; }
+
+NPC_SIM_API const char* aclGetRecentErrMsg() { return RecentMessage(); }
+
+}  // namespace npc::sim

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import npu_prompt_cache as npc
+from npu_prompt_cache import sim
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow in their long form")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+@pytest.fixture(autouse=True)
+def _runtime_is_left_clean() -> Iterator[None]:
+    """Every test leaves the simulated runtime as it found it: no allocation, stream or event, no violation."""
+    sim.clear_faults()
+    sim.prompt_streams()
+    sim.clear_violations()
+    yield
+    sim.clear_faults()
+    sim.prompt_streams()
+    gc.collect()
+    memory = sim.memory()
+    assert (memory.live_allocations, memory.live_streams, memory.live_events) == (0, 0, 0)
+    assert sim.violations() == []
+
+
+@pytest.fixture
+def make_cache() -> Iterator[Callable[..., npc.PromptCache]]:
+    """Makes caches that are checked and closed after the test."""
+    made: list[npc.PromptCache] = []
+
+    def make(layout: npc.KVLayout | None = None, **options: object) -> npc.PromptCache:
+        options.setdefault("pool_bytes", 32 << 20)
+        cache = npc.PromptCache(layout or small_layout(), **options)  # type: ignore[arg-type]
+        made.append(cache)
+        return cache
+
+    yield make
+    sim.clear_faults()
+    sim.prompt_streams()
+    for cache in made:
+        if not cache._core.closed:
+            cache.check_integrity()
+            assert cache.stats().leases == 0
+            assert cache.stats().pinned_entries == 0
+            cache.close()
+    made.clear()  # pytest keeps the fixture's value, and so this list, until after the other fixtures' ends
+
+
+def small_layout(block_size: int = 16, **changes: object) -> npc.KVLayout:
+    """Two layers, 64 bytes of K a token: 8 KiB a block of 16 in all planes... small enough to fill a pool."""
+    options = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float16}
+    return npc.KVLayout(**{**options, "block_size": block_size, **changes})  # type: ignore[arg-type]
+
+
+def blocks_of(cache: npc.PromptCache, count: int) -> int:
+    return count * cache.layout.block_bytes
