@@ -25,22 +25,30 @@ namespace {
 }
 
 template <typename Integer>
+bool is_token(Integer value) {
+  // A negative id becomes a huge one: one comparison, and a loop that the compiler can vectorise.
+  return static_cast<uint64_t>(static_cast<int64_t>(value)) <= 0x7fffffffU;
+}
+
+template <typename Integer>
 std::vector<Token> narrow(const py::buffer_info& info) {
-  std::vector<Token> tokens(static_cast<size_t>(info.size));
-  const char* from = static_cast<const char*>(info.ptr);
-  const py::ssize_t stride = info.strides[0];
-  bool bad = false;
-  for (py::ssize_t i = 0; i < info.size; ++i) {
-    Integer value;
-    std::memcpy(&value, from + i * stride, sizeof value);
-    auto wide = static_cast<uint64_t>(static_cast<int64_t>(value));  // a negative id becomes a huge one
-    bad |= wide > 0x7fffffffU;
-    tokens[i] = static_cast<Token>(wide);
+  std::vector<Integer> gathered;
+  const auto* values = static_cast<const Integer*>(info.ptr);
+  bool is_plain = info.strides[0] == sizeof(Integer) && reinterpret_cast<uintptr_t>(values) % alignof(Integer) == 0;
+  if (!is_plain) {
+    gathered.resize(static_cast<size_t>(info.size));
+    for (py::ssize_t i = 0; i < info.size; ++i)
+      std::memcpy(&gathered[i], static_cast<const char*>(info.ptr) + i * info.strides[0], sizeof(Integer));
+    values = gathered.data();
   }
-  for (py::ssize_t i = 0; bad && i < info.size; ++i) {
-    Integer value;
-    std::memcpy(&value, from + i * stride, sizeof value);
-    if (static_cast<uint64_t>(static_cast<int64_t>(value)) > 0x7fffffffU) bad_token(i, std::to_string(value));
+  std::vector<Token> tokens(static_cast<size_t>(info.size));
+  bool good = true;
+  for (py::ssize_t i = 0; i < info.size; ++i) {
+    good &= is_token(values[i]);
+    tokens[i] = static_cast<Token>(values[i]);
+  }
+  for (py::ssize_t i = 0; !good; ++i) {
+    if (!is_token(values[i])) bad_token(i, std::to_string(values[i]));
   }
   return tokens;
 }
@@ -290,6 +298,8 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("runtime_how", [](const PromptCache& cache) { return cache.runtime().how(); })
       .def_property_readonly("soc_name", [](const PromptCache& cache) { return cache.runtime().soc_name(); })
       .def("stats", &stats_of)
+      .def("eviction_order", &PromptCache::eviction_order,
+           "Unpinned entries, the next to be evicted first, each as the tokens from the root to its last.")
       .def("clear", &PromptCache::clear, py::call_guard<py::gil_scoped_release>())
       .def("check_integrity", &PromptCache::check_integrity, py::call_guard<py::gil_scoped_release>())
       .def("close", &PromptCache::close, py::call_guard<py::gil_scoped_release>());

@@ -78,7 +78,7 @@ def test_published_bytes_never_change(make_cache) -> None:
     compute(cache, [*range(40), *range(600, 660)])
     after = cache.key(1)[torch.from_numpy(table).long()]
     slots = torch.arange(40)
-    flat = (lambda t: t.reshape(-1, *t.shape[2:])[slots])
+    flat = lambda t: t.reshape(-1, *t.shape[2:])[slots]
     assert torch.equal(flat(before).view(torch.int16), flat(after).view(torch.int16))
 
 
@@ -282,6 +282,8 @@ def test_readme_docstring_examples() -> None:
     from npu_prompt_cache import cache, layout
 
     for module in (cache, layout):
-        result = doctest.testmod(module, extraglobs={"PromptCache": npc.PromptCache, "KVLayout": npc.KVLayout})
+        result = doctest.testmod(
+            module, extraglobs={"PromptCache": npc.PromptCache, "KVLayout": npc.KVLayout}
+        )
         assert result.failed == 0
         assert result.attempted > 0

@@ -325,6 +325,11 @@ CacheStats Cache::stats() const {
   return stats;
 }
 
+std::vector<std::vector<Token>> Cache::eviction_order() const {
+  std::lock_guard lock(mutex_);
+  return tree_.eviction_order();
+}
+
 void Cache::check_integrity() const {
   std::lock_guard lock(mutex_);
   pool_.check_integrity();

@@ -124,6 +124,7 @@ class Cache {
   void clear();  // evicts every unpinned entry
   void close();  // calls other than release, stats and close throw CacheClosed from here on
   CacheStats stats() const;
+  std::vector<std::vector<Token>> eviction_order() const;  // see PrefixTree
   void check_integrity() const;
 
  private:

@@ -222,6 +222,18 @@ void PrefixTree::touch(Entry* entry) {
   link_newest(entry);
 }
 
+std::vector<std::vector<Token>> PrefixTree::eviction_order() const {
+  std::vector<std::vector<Token>> order;
+  for (const Entry* entry = lru_.newer; entry != &lru_; entry = entry->newer) {
+    std::vector<const Entry*> path;
+    for (const Entry* at = entry; at->parent != nullptr; at = at->parent) path.push_back(at);
+    auto& tokens = order.emplace_back();
+    for (auto at = path.rbegin(); at != path.rend(); ++at)
+      tokens.insert(tokens.end(), (*at)->tokens.get(), (*at)->tokens.get() + (*at)->token_count);
+  }
+  return order;
+}
+
 void PrefixTree::link_newest(Entry* entry) {
   entry->older = lru_.older;
   entry->newer = &lru_;

@@ -87,6 +87,9 @@ class PrefixTree {
   // The least recently used unpinned entry: always a leaf, because a path is touched leaf first and pinned whole.
   Entry* oldest() const { return lru_.newer == &lru_ ? nullptr : lru_.newer; }
 
+  // The unpinned entries, the next to be evicted first; each as all tokens from the root to its own last.
+  std::vector<std::vector<Token>> eviction_order() const;
+
   size_t entry_count() const { return entry_count_; }
   size_t unpinned_count() const { return unpinned_count_; }
   int32_t block_size() const { return block_size_; }

@@ -35,11 +35,29 @@ Ticket Fences::poll() {
     Open& oldest = open_.front();
     if (oldest.event == nullptr) record(oldest);
     if (!has_passed(oldest)) break;
-    passed_ = oldest.ticket;
-    spare_.push_back(oldest.event);
-    open_.pop_front();
+    pass_oldest();
   }
   return passed_;
+}
+
+void Fences::wait(Ticket ticket) {
+  Runtime::Scope scope(*runtime_);
+  while (poll() < ticket) {
+    std::unique_lock lock(mutex_);
+    if (open_.empty()) continue;  // another thread was quicker
+    Open oldest = open_.front();
+    lock.unlock();  // others may take tickets meanwhile
+    runtime_->check(runtime_->api().aclrtSynchronizeStream(oldest.stream),
+                    "aclrtSynchronizeStream to wait for blocks in use");
+    lock.lock();
+    while (!open_.empty() && open_.front().ticket <= oldest.ticket) pass_oldest();
+  }
+}
+
+void Fences::pass_oldest() {
+  passed_ = open_.front().ticket;
+  if (open_.front().event != nullptr) spare_.push_back(open_.front().event);
+  open_.pop_front();
 }
 
 Ticket Fences::newest() const {

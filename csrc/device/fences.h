@@ -3,6 +3,7 @@
 // Contract
 //   - take() records an event on the stream after everything the caller has enqueued there, and returns its number
 //   - poll() returns the newest ticket up to which all have passed; it never blocks
+//   - wait() blocks until a ticket has passed, by synchronising the streams in question
 //   - take() never fails: where the runtime gives no event (they are finite) or does not record it, the ticket stays
 //     open and poll() tries again. Its blocks are late, not wrong
 //   - thread-safe by a mutex of its own, which is never held together with the cache's
@@ -27,6 +28,7 @@ class Fences {
 
   Ticket take(acl::Stream stream);
   Ticket poll();
+  void wait(Ticket ticket);  // throws acl::AclError where a stream cannot be synchronised
   Ticket newest() const;
 
  private:
@@ -38,6 +40,7 @@ class Fences {
 
   void record(Open& open);
   bool has_passed(const Open& open) const;
+  void pass_oldest();
 
   std::shared_ptr<Runtime> runtime_;
   mutable std::mutex mutex_;

@@ -1,14 +1,9 @@
 #include "device/prompt_cache.h"
 
-#include <chrono>
 #include <utility>
-#include <thread>
 
 namespace npc::device {
 namespace {
-
-constexpr auto kFencePoll = std::chrono::microseconds(50);
-constexpr auto kFenceDeadline = std::chrono::seconds(10);
 
 CacheOptions cache_options(const PoolOptions& pool, const Region& region) {
   size_t usable_bytes = (region.block_count() - 1) * region.block_bytes();
@@ -71,7 +66,7 @@ Acquired PromptCache::acquire_blocks(std::string_view name_space, const Token* t
     cache_->pass(fences_->poll());
     Acquired acquired = cache_->acquire(name_space, tokens, count, limit, fences_->newest(), counted);
     if (acquired.lease != nullptr) return acquired;
-    wait_for(acquired.wait_for);
+    fences_->wait(acquired.wait_for);
   }
 }
 
@@ -119,7 +114,7 @@ void PromptCache::extend(Lease* lease, int64_t count) {
     cache_->pass(fences_->poll());
     Ticket ticket = cache_->extend(lease, count, fences_->newest());
     if (ticket == 0) return;
-    wait_for(ticket);
+    fences_->wait(ticket);
   }
 }
 
@@ -127,15 +122,6 @@ void PromptCache::release(Lease* lease, acl::Stream stream) {
   Ticket ticket = fences_->take(stream);
   cache_->release(lease, ticket);
   cache_->pass(fences_->poll());
-}
-
-void PromptCache::wait_for(Ticket ticket) {
-  auto deadline = std::chrono::steady_clock::now() + kFenceDeadline;
-  while (fences_->poll() < ticket) {
-    if (std::chrono::steady_clock::now() > deadline)
-      throw PoolExhausted("every block left is fenced, and the device has not finished with them in 10 s");
-    std::this_thread::sleep_for(kFencePoll);
-  }
 }
 
 void PromptCache::synchronize_own_stream() {
@@ -151,6 +137,11 @@ void PromptCache::clear() {
 void PromptCache::check_integrity() const {
   runtime_->check_process();
   cache_->check_integrity();
+}
+
+std::vector<std::vector<Token>> PromptCache::eviction_order() const {
+  check_usable();
+  return cache_->eviction_order();
 }
 
 void PromptCache::close() {

@@ -75,6 +75,7 @@ class PromptCache : public std::enable_shared_from_this<PromptCache> {
 
   void clear();
   void check_integrity() const;
+  std::vector<std::vector<Token>> eviction_order() const;
   void close();
   bool closed() const { return closed_; }
 
@@ -90,7 +91,6 @@ class PromptCache : public std::enable_shared_from_this<PromptCache> {
                           bool counted);
   void extend(Lease* lease, int64_t count);
   void release(Lease* lease, acl::Stream stream);
-  void wait_for(Ticket ticket);
   void synchronize_own_stream();
   void check_usable() const;
 

@@ -1,0 +1,155 @@
+"""Streams that run late: a block is reused only when every stream that may still read it has passed (P5)."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import blocks_of, small_layout
+
+import npu_prompt_cache as npc
+from npu_prompt_cache import sim
+
+LAYOUT = small_layout(num_layers=1, num_kv_heads=64, head_dim=32)
+
+
+class Stream:
+    """A stream of the caller's own, in the context of device 0."""
+
+    def __init__(self) -> None:
+        self.lib = ctypes.CDLL(sim.library_path())
+        self.lib.aclrtSetDevice(0)
+        handle = ctypes.c_void_p()
+        assert self.lib.aclrtCreateStream(ctypes.byref(handle)) == 0
+        self.handle = handle.value
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        size = to.numel() * to.element_size()
+        args = (ctypes.c_void_p(to.data_ptr()), ctypes.c_size_t(size), ctypes.c_void_p(source.data_ptr()))
+        assert self.lib.aclrtMemcpyAsync(*args, ctypes.c_size_t(size), 3, ctypes.c_void_p(self.handle)) == 0
+
+    def synchronize(self) -> None:
+        assert self.lib.aclrtSynchronizeStream(ctypes.c_void_p(self.handle)) == 0
+
+    def destroy(self) -> None:
+        assert self.lib.aclrtDestroyStream(ctypes.c_void_p(self.handle)) == 0
+
+
+@pytest.fixture
+def stream(make_cache):
+    make_cache(LAYOUT, pool_bytes=4 << 20).close()  # initialises the runtime
+    stream = Stream()
+    yield stream
+    stream.synchronize()
+    stream.destroy()
+
+
+def flat(plane: torch.Tensor) -> torch.Tensor:
+    return plane.view(-1, *plane.shape[2:])
+
+
+def test_released_blocks_wait_for_the_stream(make_cache, stream: Stream) -> None:
+    cache = make_cache(LAYOUT, pool_bytes=4 << 20)
+    with sim.late_streams(seed=1, within_calls=10_000):
+        lease = cache.acquire([1] * 20, stream=stream.handle)
+        stream.copy(cache.value(0)[1], cache.key(0)[1])
+        lease.release()
+        stats = cache.stats()
+        assert stats.fenced_bytes == blocks_of(cache, 2)
+        assert cache.check_integrity()
+        stream.synchronize()
+        cache.acquire([2]).release()
+        assert cache.stats().free_bytes + cache.stats().fenced_bytes == stats.pool_bytes
+        assert cache.stats().fenced_bytes <= blocks_of(cache, 1)
+
+
+def test_an_evicted_block_is_not_reused_before_its_readers_are_done(make_cache, stream: Stream) -> None:
+    cache = make_cache(LAYOUT, pool_bytes=4 << 20, watermark_bytes=0)
+    usable = cache.stats().pool_bytes // LAYOUT.block_bytes
+    prompt = [1] * 16
+    with cache.acquire(prompt) as lease:
+        flat(cache.key(0))[torch.from_numpy(lease.slots(0, 16))] = 5.0
+        lease.commit(prompt)
+    with sim.late_streams(seed=2, within_calls=100_000):
+        reader = cache.acquire([*prompt, 2], stream=stream.handle)
+        block = int(reader.block_table[0])
+        target = cache.value(0)[int(reader.block_table[1])]
+        stream.copy(target, cache.key(0)[block])  # queued: it will read the block later
+        reader.release()
+        cache.clear()
+        assert cache.stats().fenced_bytes == blocks_of(cache, 2)
+        leases = [cache.acquire([first] * 16) for first in range(10, 10 + usable - 2)]
+        for lease in leases:
+            assert block not in lease.block_table
+            flat(cache.key(0))[torch.from_numpy(lease.slots(0, 16))] = 9.0
+        stream.synchronize()
+        assert (target == 5.0).all()
+        for lease in leases:
+            lease.release()
+
+
+def test_a_copy_on_the_callers_stream_is_only_enqueued(make_cache, stream: Stream) -> None:
+    cache = make_cache(LAYOUT, pool_bytes=4 << 20)
+    with cache.acquire([1] * 20) as lease:
+        flat(cache.key(0))[torch.from_numpy(lease.slots(0, 20))] = 5.0
+        lease.commit([1] * 20)
+    with sim.late_streams(seed=3, within_calls=10_000):
+        with cache.acquire([1] * 20 + [2], stream=stream.handle) as lease:
+            tail = torch.from_numpy(lease.slots(16, 20))
+            assert torch.isnan(flat(cache.key(0))[tail]).all()
+            stream.synchronize()
+            assert (flat(cache.key(0))[tail] == 5.0).all()
+        with cache.acquire([1] * 20 + [3]) as lease:  # without a stream the copy has been done
+            assert (flat(cache.key(0))[torch.from_numpy(lease.slots(16, 20))] == 5.0).all()
+
+
+def test_waiting_for_fenced_blocks_instead_of_failing(make_cache) -> None:
+    cache = make_cache(LAYOUT, pool_bytes=4 << 20, watermark_bytes=0)
+    usable = cache.stats().pool_bytes // LAYOUT.block_bytes
+    with sim.late_streams(seed=4, within_calls=50):
+        for first in range(50):
+            with cache.acquire([first] * (16 * usable)) as lease:
+                lease.commit([first] * (16 * usable))
+            cache.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_requests_on_late_streams_read_what_was_written(make_cache, stream: Stream, seed: int) -> None:
+    """Writes and reads are queued copies; every hit must read the values that its tokens stand for."""
+    cache = make_cache(LAYOUT, pool_bytes=4 << 20, watermark_bytes=0)
+    rng = random.Random(seed)
+    # Sources to copy from and a place to read to, in device memory: a second pool stands in for the model's.
+    outside = make_cache(LAYOUT, pool_bytes=4 << 20)
+    values, target = outside.key(0), outside.value(0)
+    for token in range(20):
+        values[token] = float(token)
+    row = lambda plane, slot: flat(plane)[int(slot)]
+    prompts: list[list[int]] = [[1]]
+    with sim.late_streams(seed=seed, within_calls=40):
+        for _ in range(150):
+            old = rng.choice(prompts[-8:])
+            prompt = old[: rng.randrange(len(old) + 1)] + [
+                rng.randrange(20) for _ in range(rng.randrange(1, 30))
+            ]
+            prompt = prompt[:100]
+            lease = cache.acquire(prompt, stream=stream.handle)
+            slots = lease.slots(0, len(prompt))
+            for at in range(lease.cached_tokens, len(prompt)):
+                stream.copy(row(cache.key(0), slots[at]), values[prompt[at]][0])
+            checked = rng.sample(range(len(prompt)), min(5, len(prompt)))
+            for place, at in enumerate(checked):
+                stream.copy(row(target, place), row(cache.key(0), slots[at]))
+            if rng.random() < 0.9:
+                lease.commit(prompt)
+                prompts.append(prompt)
+            lease.release()
+            if rng.random() < 0.2:
+                stream.synchronize()
+                read = [float(row(target, place)[0, 0]) for place in range(len(checked))]
+                assert read == [float(prompt[at]) for at in checked]
+            cache.check_integrity()
+        stream.synchronize()
+    assert np.isin(cache.stats().hit_tokens > 0, True)

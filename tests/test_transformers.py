@@ -1,0 +1,736 @@
+"""The cache inside transformers models: the same text, only uncached tokens computed, nothing lost on errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+import npu_prompt_cache as npc
+from npu_prompt_cache import sim
+from npu_prompt_cache.integrations.transformers import SUPPORTED_MODEL_TYPES, CacheBypassWarning, PagedCache
+
+PAD, EOS, VOCABULARY = 0, 2, 300
+
+
+def tiny_config(model_type: str = "llama", **changes: object) -> transformers.PreTrainedConfig:
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "pad_token_id": PAD,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "sliding_window": None,
+        "initializer_range": 0.2,  # logits far enough apart for greedy text to be the same under any rounding
+    }
+    return AutoConfig.for_model(model_type, **{**options, **changes})
+
+
+def tiny_model(model_type: str = "llama", **changes: object) -> transformers.PreTrainedModel:
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(tiny_config(model_type, **changes)).eval()
+
+
+@pytest.fixture
+def model() -> Iterator[transformers.PreTrainedModel]:
+    model = tiny_model()
+    yield model
+    if "forward" in vars(model):
+        cache = model.forward.attachment.cache
+        cache.check_integrity()
+        assert cache.stats().leases == 0
+        npc.disable(model)
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    """``[1, count]`` token ids, none of them special."""
+    return torch.randint(3, VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def join(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts, dim=1)
+
+
+SYSTEM = tokens(500, seed=100)
+
+
+def left_padded(prompts: list[torch.Tensor], extra: int = 0) -> dict[str, torch.Tensor]:
+    columns = max(prompt.shape[1] for prompt in prompts) + extra
+    ids = torch.full((len(prompts), columns), PAD)
+    mask = torch.zeros(len(prompts), columns, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, columns - prompt.shape[1] :] = prompt
+        mask[row, columns - prompt.shape[1] :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def found(cache: npc.PromptCache, model: transformers.PreTrainedModel, ids: torch.Tensor) -> int:
+    """Tokens of a sequence that the model's requests have left in the cache."""
+    return cache._core.lookup(model.forward.attachment.namespace(), ids.numpy())[0]
+
+
+def computed(cache: npc.PromptCache) -> int:
+    return cache.stats().computed_tokens
+
+
+class Counting:
+    """Counts the tokens that really go through the model's layers."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        self.tokens = 0
+        self.shapes: list[tuple[int, ...]] = []
+        self._hook = model.model.layers[0].mlp.register_forward_hook(self._count)
+
+    def _count(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        self.shapes.append(tuple(inputs[0].shape[:2]))
+        self.tokens += inputs[0].shape[0] * inputs[0].shape[1]
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+
+# ---- right text, few tokens ----
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_every_supported_architecture_gives_its_own_text(model_type: str, attention: str) -> None:
+    changes: dict[str, object] = {"attn_implementation": attention}
+    model = tiny_model(model_type, **changes)
+    prompts = [join(SYSTEM, tokens(n, seed=n)) for n in (100, 80, 33)]
+    batch = left_padded(prompts, extra=3)
+    plain = [model.generate(p, max_new_tokens=8, do_sample=False) for p in prompts]
+    plain_batch = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    with torch.no_grad():
+        plain_logits = model(prompts[0], logits_to_keep=5).logits
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    for prompt, expected, new in zip(prompts, plain, (600, 80, 33), strict=True):
+        before = computed(cache)
+        assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+        assert computed(cache) - before == new
+    assert torch.equal(model.generate(**batch, max_new_tokens=8, do_sample=False), plain_batch)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(prompts[0], logits_to_keep=5).logits, plain_logits, rtol=1e-4, atol=1e-4
+        )
+    cache.check_integrity()
+    npc.disable(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype_keeps_its_bytes(dtype: torch.dtype) -> None:
+    model = tiny_model().to(dtype)
+    prompt = join(SYSTEM, tokens(20))
+    plain = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt, cache=plain)
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    with torch.no_grad():
+        paged = model(prompt).cache
+        again = model(join(prompt, tokens(5)), logits_to_keep=1).cache
+    for layer in range(4):
+        assert torch.equal(paged.layers[layer].keys, plain.layers[layer].keys)
+        assert torch.equal(again.layers[layer].values[:, :, :520], plain.layers[layer].values)
+    del paged, again
+    npc.disable(model)
+
+
+def test_only_uncached_tokens_go_through_the_model_packed(model) -> None:
+    prompts = [join(SYSTEM, tokens(n, seed=n)) for n in (7, 60, 25)]
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    model.generate(SYSTEM, max_new_tokens=1, do_sample=False)
+    counting = Counting(model)
+    model.generate(**left_padded(prompts), max_new_tokens=3, do_sample=False)
+    counting.remove()
+    assert counting.shapes == [(1, 7 + 60 + 25), (1, 3), (1, 3)]
+    assert cache.stats().hit_tokens == 1500
+
+
+def test_what_was_generated_is_cached_too(model) -> None:
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    conversation = SYSTEM
+    for turn in range(5):
+        conversation = join(conversation, tokens(20, seed=turn))
+        before = computed(cache)
+        conversation = model.generate(conversation, max_new_tokens=30, min_new_tokens=30, do_sample=False)
+        # All but the last generated token were computed in the turn before.
+        assert computed(cache) - before == (520 if turn == 0 else 21)
+
+
+def test_sampling_with_one_seed_gives_one_text(model) -> None:
+    batch = left_padded([join(SYSTEM, tokens(n, seed=n)) for n in (10, 50, 30)])
+    options = {"max_new_tokens": 20, "do_sample": True, "top_k": 40, "temperature": 0.9}
+    torch.manual_seed(5)
+    plain = model.generate(**batch, **options)
+    npc.enable(model, pool_bytes=64 << 20)
+    for _ in range(2):
+        torch.manual_seed(5)
+        assert torch.equal(model.generate(**batch, **options), plain)
+
+
+def test_num_return_sequences(model) -> None:
+    prompt = join(SYSTEM, tokens(9))
+    options = {"max_new_tokens": 8, "do_sample": True, "num_return_sequences": 3}
+    torch.manual_seed(5)
+    plain = model.generate(prompt, **options)
+    npc.enable(model, pool_bytes=64 << 20)
+    torch.manual_seed(5)
+    assert torch.equal(model.generate(prompt, **options), plain)
+
+
+class Collecting(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[int] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_streamers_see_every_token(model) -> None:
+    prompt = join(SYSTEM, tokens(9))
+    npc.enable(model, pool_bytes=64 << 20)
+    for _ in range(2):
+        streamer = Collecting()
+        out = model.generate(prompt, max_new_tokens=8, do_sample=False, streamer=streamer)
+        assert streamer.got == out[0].tolist()
+        assert streamer.ended
+
+
+def test_rows_that_end_early_leave_no_padding_behind(model) -> None:
+    prompts = [join(SYSTEM, tokens(n, seed=n)) for n in (10, 50)]
+    first = model.generate(prompts[0], max_new_tokens=3, do_sample=False)
+    eos = int(first[0, -2])  # row 0 ends with its second token
+    batch = left_padded(prompts)
+    plain = model.generate(**batch, max_new_tokens=12, do_sample=False, eos_token_id=eos, pad_token_id=PAD)
+    assert plain[0, -1] == PAD
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    out = model.generate(**batch, max_new_tokens=12, do_sample=False, eos_token_id=eos, pad_token_id=PAD)
+    assert torch.equal(out, plain)
+    row = torch.cat([prompts[0][0], out[0, batch["input_ids"].shape[1] :]])
+    assert found(cache, model, row) <= prompts[0].shape[1] + 3
+    ended = torch.cat([row[: prompts[0].shape[1] + 2], tokens(5)[0]])
+    assert found(cache, model, ended) == prompts[0].shape[1] + 2
+
+
+def test_prompts_that_are_prefixes_of_one_another_in_one_batch(model) -> None:
+    prompts = [SYSTEM[:, :n] for n in (500, 130, 128, 127, 1)]
+    batch = left_padded(prompts)
+    plain = model.generate(**batch, max_new_tokens=6, do_sample=False)
+    npc.enable(model, pool_bytes=64 << 20)
+    for _ in range(2):
+        assert torch.equal(model.generate(**batch, max_new_tokens=6, do_sample=False), plain)
+
+
+def test_block_sizes(model) -> None:
+    prompts = [join(SYSTEM, tokens(n, seed=n)) for n in (100, 80)]
+    plain = [model.generate(p, max_new_tokens=20, do_sample=False) for p in prompts]
+    for block_size in (16, 48, 128, 512):
+        cache = npc.enable(model, pool_bytes=64 << 20, block_size=block_size)
+        for prompt, expected in zip(prompts, plain, strict=True):
+            assert torch.equal(model.generate(prompt, max_new_tokens=20, do_sample=False), expected)
+        assert computed(cache) == 680
+        npc.disable(model)
+
+
+def test_scattered_blocks_are_read_right(model) -> None:
+    cache = npc.enable(model, pool_bytes=64 << 20, block_size=16)
+    holders = [cache.acquire([i]) for i in range(60)]
+    for holder in holders[::2]:
+        holder.release()
+    prompt = join(SYSTEM, tokens(60))
+    out = [model.generate(prompt, max_new_tokens=20, do_sample=False) for _ in range(2)]
+    for holder in holders[1::2]:
+        holder.release()
+    npc.disable(model)
+    plain = model.generate(prompt, max_new_tokens=20, do_sample=False)
+    assert torch.equal(out[0], plain)
+    assert torch.equal(out[1], plain)
+
+
+# ---- model(...) ----
+
+
+def test_a_loop_of_ones_own_over_forward(model) -> None:
+    prompt = join(SYSTEM, tokens(10))
+
+    def loop() -> list[torch.Tensor]:
+        with torch.inference_mode():
+            output = model(prompt, logits_to_keep=1)
+            logits = [output.logits]
+            for _ in range(5):
+                output = model(logits[-1].argmax(-1), cache=output.cache)
+                logits.append(output.logits)
+            output = model(tokens(4, seed=9), cache=output.cache)
+            return [*logits, output.logits]
+
+    plain = loop()
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    for new in (510, 1):
+        before = computed(cache)
+        for ours, theirs in zip(loop(), plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert computed(cache) - before == new
+    gc.collect()
+    assert cache.stats().leases == 0
+
+
+@pytest.mark.parametrize(
+    "keep", [0, 1, 3, torch.tensor([5, 2, 519]), torch.tensor([-1]), torch.tensor([510])]
+)
+def test_logits_to_keep(model, keep: int | torch.Tensor) -> None:
+    prompt = join(SYSTEM, tokens(20))
+    with torch.no_grad():
+        plain = model(prompt, logits_to_keep=keep).logits
+        npc.enable(model, pool_bytes=64 << 20)
+        for _ in range(2):
+            ours = model(prompt, logits_to_keep=keep).logits
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_a_left_padded_batch(model) -> None:
+    batch = left_padded([join(SYSTEM, tokens(n, seed=n)) for n in (10, 50, 30)])
+    positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        plain = model(**batch, position_ids=positions).logits
+        npc.enable(model, pool_bytes=64 << 20)
+        ours = model(**batch, position_ids=positions).logits
+    seen = batch["attention_mask"].bool()
+    torch.testing.assert_close(ours[seen], plain[seen], rtol=1e-4, atol=1e-4)
+
+
+def test_code_that_reaches_into_the_cache_gets_a_dense_one(model) -> None:
+    prompt = join(SYSTEM, tokens(20))
+    with torch.no_grad():
+        plain = model(prompt).cache
+        cache = npc.enable(model, pool_bytes=64 << 20)
+        ours = model(prompt).cache
+        assert isinstance(ours, PagedCache)
+        assert (len(ours), ours.get_seq_length(), ours.get_max_length()) == (4, 520, -1)
+        ours.crop(-10)
+        plain.crop(-10)
+        assert cache.stats().leases == 0
+        assert ours.get_seq_length() == plain.get_seq_length()
+        for mine, theirs in zip(ours.layers, plain.layers, strict=True):
+            torch.testing.assert_close(mine.keys, theirs.keys)
+        more = tokens(3, seed=4)
+        torch.testing.assert_close(model(more, cache=ours).logits, model(more, cache=plain).logits)
+
+
+def test_a_returned_cache_can_be_continued(model) -> None:
+    prompt = join(SYSTEM, tokens(20))
+
+    def two_turns() -> torch.Tensor:
+        out = model.generate(prompt, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+        more = join(out.sequences, tokens(7, seed=3))
+        return model.generate(more, cache=out.cache, max_new_tokens=5, do_sample=False)
+
+    plain = two_turns()
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    assert torch.equal(two_turns(), plain)
+    gc.collect()
+    assert cache.stats().leases == 0
+
+
+def test_chunked_prefill(model) -> None:
+    prompt = join(SYSTEM, tokens(20))
+    options = {"max_new_tokens": 6, "do_sample": False, "prefill_chunk_size": 100}
+    plain = model.generate(prompt, **options)
+    npc.enable(model, pool_bytes=64 << 20)
+    for _ in range(2):
+        assert torch.equal(model.generate(prompt, **options), plain)
+
+
+# ---- what runs untouched ----
+
+
+def bypasses(cache: npc.PromptCache) -> bool:
+    stats = cache.stats()
+    return stats.lookups == 0 and stats.entries == 0
+
+
+def test_training_runs_untouched(model) -> None:
+    prompt = tokens(20)
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    model(prompt, labels=prompt).loss.backward()  # eval mode, but with gradients
+    assert model.lm_head.weight.grad.abs().sum() > 0
+    model.train()
+    with torch.no_grad():
+        model(prompt)
+    model.eval()
+    assert bypasses(cache)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "do_sample": True},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"prompt_lookup_num_tokens": 3},
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+    ],
+    ids=str,
+)
+def test_generation_that_is_not_served_runs_untouched(model, options: dict[str, object]) -> None:
+    prompt = join(SYSTEM[:, :50], tokens(5))
+    options = {"max_new_tokens": 5, "do_sample": False, **options}
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(0)
+        out = model.generate(prompt, **options)
+        return out if isinstance(out, torch.Tensor) else out.sequences
+
+    plain = run()
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    assert torch.equal(run(), plain)
+    assert bypasses(cache)
+
+
+def test_forwards_that_are_not_served_run_untouched(model) -> None:
+    prompt = tokens(12)
+    holes = torch.ones_like(prompt)
+    holes[0, 3:5] = 0
+    right_padded = torch.ones_like(prompt)
+    right_padded[0, -2:] = 0
+    own = [DynamicCache(config=model.config) for _ in range(2)]
+    calls = [
+        lambda n: model(inputs_embeds=model.get_input_embeddings()(prompt)).logits,
+        lambda n: model(prompt, attention_mask=holes).logits,
+        lambda n: model(prompt, attention_mask=right_padded).logits,
+        lambda n: model(prompt, attention_mask=torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()).logits,
+        lambda n: model(prompt, position_ids=torch.arange(5, 17)[None]).logits,
+        lambda n: model(prompt, output_hidden_states=True).hidden_states[2],
+        lambda n: model(prompt, labels=prompt).loss,
+        lambda n: model(prompt, use_cache=False).logits,
+        lambda n: model(prompt, return_dict=False)[0],
+        lambda n: model(prompt, cache=own[n]).logits,
+        lambda n: model(tokens(1), cache=own[n]).logits,
+    ]
+    with torch.no_grad():
+        plain = [call(0) for call in calls]
+        cache = npc.enable(model, pool_bytes=64 << 20)
+        for call, expected in zip(calls, plain, strict=True):
+            assert torch.equal(call(1), expected)
+    assert own[1].get_seq_length() == 13
+    assert bypasses(cache)
+
+
+def test_eager_attention_gives_its_weights_while_attached() -> None:
+    model = tiny_model(attn_implementation="eager")
+    with torch.no_grad():
+        plain = model(tokens(12), output_attentions=True).attentions
+        npc.enable(model, pool_bytes=64 << 20)
+        ours = model(tokens(12), output_attentions=True).attentions
+    assert len(ours) == 4
+    assert torch.equal(ours[3], plain[3])
+    npc.disable(model)
+
+
+# ---- attach and detach ----
+
+
+def state_of(model: transformers.PreTrainedModel) -> tuple[object, ...]:
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    attributes = {k: v for k, v in vars(model).items() if k != "_modules"}
+    return attributes, model.config.to_dict(), model.config._attn_implementation, hooks, type(model)
+
+
+def test_detach_restores_the_model_exactly(model) -> None:
+    before = state_of(model)
+    cache = npc.PromptCache.for_model(model, pool_bytes=64 << 20)
+    handle = cache.attach(model)
+    assert state_of(model) != before
+    handle.detach()
+    handle.detach()
+    assert state_of(model) == before
+    with cache.attach(model):
+        model.generate(tokens(9), max_new_tokens=2, do_sample=False)
+    assert state_of(model) == before
+    npc.enable(model, pool_bytes=64 << 20)
+    npc.disable(model)
+    assert state_of(model) == before
+    model.forward = own = model.forward  # somebody else's instance attribute
+    with cache.attach(model):
+        pass
+    assert vars(model)["forward"] is own
+    del model.forward
+    cache.close()
+
+
+def test_attaching_twice_is_refused(model) -> None:
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has a cache attached already"):
+        cache.attach(model)
+    with pytest.raises(ValueError, match="attached already"):
+        npc.enable(model, pool_bytes=64 << 20)
+    npc.disable(model)
+    with pytest.raises(ValueError, match="no cache attached"):
+        npc.disable(model)
+
+
+def test_a_cache_that_does_not_fit_is_refused(model) -> None:
+    with npc.PromptCache.for_model(model, pool_bytes=64 << 20) as cache:
+        with pytest.raises(ValueError, match="num_layers=4.*does not fit.*num_layers=2"):
+            cache.attach(tiny_model(num_hidden_layers=2))
+        with pytest.raises(ValueError, match=r"float32.*does not fit.*bfloat16"):
+            cache.attach(tiny_model().to(torch.bfloat16))
+
+
+def test_closing_the_cache_detaches(model) -> None:
+    before = state_of(model)
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    cache.close()
+    assert state_of(model) == before
+    model.generate(tokens(5), max_new_tokens=2)
+
+
+def test_two_models_on_one_cache_share_nothing() -> None:
+    first, second = tiny_model(), tiny_model()
+    with torch.no_grad():
+        second.lm_head.weight.copy_(first.lm_head.weight.flip(0))
+    prompt = join(SYSTEM, tokens(5))
+    plain = [m.generate(prompt, max_new_tokens=5, do_sample=False) for m in (first, second)]
+    with (
+        npc.PromptCache.for_model(first, pool_bytes=64 << 20) as cache,
+        cache.attach(first),
+        cache.attach(second),
+    ):
+        for _ in range(2):
+            for m, expected in zip((first, second), plain, strict=True):
+                assert torch.equal(m.generate(prompt, max_new_tokens=5, do_sample=False), expected)
+        assert cache.stats().hit_tokens == 2 * 504
+
+
+def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model) -> None:
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+        assert copied(tokens(5)).logits.abs().sum() == 0
+        assert model(tokens(5)).logits.abs().sum() > 0
+    copied.generate(tokens(5), max_new_tokens=2)
+    assert cache.stats().lookups == 1
+
+
+def test_weights_that_changed_are_never_hit(model) -> None:
+    prompt = join(SYSTEM, tokens(5))
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    changes = [
+        lambda: model.model.layers[1].mlp.down_proj.weight.mul_(1.5),
+        lambda: setattr(model.model.norm, "weight", torch.nn.Parameter(torch.rand(64))),
+        lambda: model.load_state_dict({k: v + 0.01 for k, v in model.state_dict().items()}),
+        lambda: model.to(torch.float64).to(torch.float32),
+    ]
+    for change in changes:
+        model.generate(prompt, max_new_tokens=3, do_sample=False)
+        with torch.no_grad():
+            change()
+        before = computed(cache)
+        out = model.generate(prompt, max_new_tokens=3, do_sample=False)
+        assert computed(cache) - before == 505
+        model.forward.attachment.detach()
+        assert torch.equal(out, model.generate(prompt, max_new_tokens=3, do_sample=False))
+        with torch.no_grad():
+            changes[0]()  # while detached
+        cache.attach(model).owns_cache = True
+        before = computed(cache)
+        model.generate(prompt, max_new_tokens=3, do_sample=False)
+        assert computed(cache) - before == 505
+
+
+def refused(model: object) -> str:
+    with pytest.raises(npc.UnsupportedModel) as caught:
+        npc.enable(model, pool_bytes=64 << 20)
+    return str(caught.value)
+
+
+def test_unsupported_architectures_are_refused_by_name() -> None:
+    assert "GPT2LMHeadModel cannot use the prompt cache: model_type 'gpt2'" in refused(
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(
+                "gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=50, bos_token_id=1, eos_token_id=1
+            )
+        )
+    )
+    mamba = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=50, state_size=4)
+    assert "MambaForCausalLM" in refused(AutoModelForCausalLM.from_config(mamba))
+    t5 = AutoConfig.for_model("t5", d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50)
+    assert "encoder-decoder" in refused(transformers.AutoModelForSeq2SeqLM.from_config(t5))
+    assert "sliding window (sliding_window=64)" in refused(tiny_model("mistral", sliding_window=64))
+    assert "sliding_attention" in refused(
+        tiny_model("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=2)
+    )
+    assert "rope_type 'dynamic'" in refused(
+        tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    )
+    assert "with generate()" in refused(tiny_model().model)
+    assert "Linear cannot use" in refused(torch.nn.Linear(2, 2))
+    assert "attn_implementation 'flex_attention'" in refused(tiny_model(attn_implementation="flex_attention"))
+
+
+# ---- when things go wrong ----
+
+
+def nothing_left(cache: npc.PromptCache) -> bool:
+    gc.collect()
+    stats = cache.stats()
+    cache.check_integrity()
+    return (stats.leases, stats.pinned_entries, stats.leased_bytes, stats.entries) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("call", ["generate", "forward"])
+def test_an_exception_in_layer_3_publishes_nothing(model, call: str) -> None:
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    prompt = join(SYSTEM, tokens(9))
+
+    def fail(*args: object) -> None:
+        raise OSError("in layer 3")
+
+    hook = model.model.layers[3].register_forward_hook(fail)
+    with pytest.raises(OSError, match="in layer 3"), torch.no_grad():
+        model.generate(prompt, max_new_tokens=3) if call == "generate" else model(prompt)
+    hook.remove()
+    assert nothing_left(cache)
+    model.generate(prompt, max_new_tokens=3, do_sample=False)
+    assert cache.stats().entries > 0
+
+
+def test_a_keyboard_interrupt_in_generate_publishes_nothing(model) -> None:
+    cache = npc.enable(model, pool_bytes=64 << 20)
+
+    class Interrupting(Collecting):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.got) > 512:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(join(SYSTEM, tokens(9)), max_new_tokens=30, streamer=Interrupting())
+    assert nothing_left(cache)
+
+
+def one_warning(caught: list[warnings.WarningMessage]) -> bool:
+    return [w.category for w in caught] == [CacheBypassWarning] and "running uncached" in str(
+        caught[0].message
+    )
+
+
+def small_pool(**changes: object) -> tuple[transformers.PreTrainedModel, dict[str, int]]:
+    """A model whose tokens are so wide that the smallest pool holds 15 blocks of 128 of them."""
+    options = {"num_key_value_heads": 4, "head_dim": 64, "hidden_size": 64, "max_position_embeddings": 8192}
+    return tiny_model(**{**options, **changes}), {"pool_bytes": 16 << 20, "watermark_bytes": 0}
+
+
+def test_a_prompt_longer_than_the_pool_runs_uncached() -> None:
+    model, pool = small_pool()
+    prompt = tokens(2100)
+    plain = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    cache = npc.enable(model, **pool)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), plain)
+    assert one_warning(caught)
+    assert nothing_left(cache)
+    npc.disable(model)
+
+
+def test_a_pool_pinned_by_other_leases_runs_uncached() -> None:
+    model, pool = small_pool()
+    batch = left_padded([tokens(200), tokens(90, seed=1)])
+    plain = model.generate(**batch, max_new_tokens=5, do_sample=False)
+    cache = npc.enable(model, **pool)
+    pinned = cache.acquire(list(range(14 * 128)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(model.generate(**batch, max_new_tokens=5, do_sample=False), plain)
+    assert one_warning(caught)
+    pinned.release()
+    assert nothing_left(cache)
+    npc.disable(model)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_pool_that_runs_out_while_decoding_goes_on_outside_it(rows: int) -> None:
+    model, pool = small_pool()
+    batch = left_padded([join(SYSTEM[:, :100], tokens(10 + 7 * row, seed=row)) for row in range(rows)])
+    plain = model.generate(**batch, max_new_tokens=60, min_new_tokens=60, do_sample=False)
+    cache = npc.enable(model, **pool)
+    pinned = cache.acquire(list(range((15 - rows) * 128)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = model.generate(**batch, max_new_tokens=60, min_new_tokens=60, do_sample=False)
+    assert torch.equal(out, plain)
+    assert one_warning(caught)
+    pinned.release()
+    assert nothing_left(cache)
+    npc.disable(model)
+
+
+@pytest.mark.parametrize("function", ["aclrtMemcpyAsync", "aclrtSynchronizeStream"])
+def test_a_runtime_that_fails_lets_the_request_run_uncached(model, function: str) -> None:
+    prompt = join(SYSTEM, tokens(9))
+    plain = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    model.generate(SYSTEM, max_new_tokens=1, do_sample=False)
+    with sim.failing(function, times=None), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), plain)
+    assert one_warning(caught)
+    assert cache.stats().leases == 0
+
+
+def test_threads_generate_at_once(model) -> None:
+    prompts = [join(SYSTEM, tokens(n, seed=n)) for n in range(10, 18)]
+    plain = [model.generate(p, max_new_tokens=6, do_sample=False) for p in prompts]
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    results: list[torch.Tensor | BaseException | None] = [None] * 8
+
+    def work(place: int) -> None:
+        try:
+            for _ in range(3):
+                results[place] = model.generate(prompts[place], max_new_tokens=6, do_sample=False)
+        except BaseException as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result, expected in zip(results, plain, strict=True):
+        assert isinstance(result, torch.Tensor), result
+        assert torch.equal(result, expected)
+    assert cache.stats().leases == 0
+
+
+def test_no_kv_goes_through_the_host(model) -> None:
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    sim.reset_counters()
+    for seed in range(4):
+        model.generate(join(SYSTEM, tokens(20, seed=seed)), max_new_tokens=5, do_sample=False)
+    counters = sim.counters()
+    assert (counters.copy_bytes["H2D"], counters.copy_bytes["D2H"], counters.calls["aclrtMalloc"]) == (
+        0,
+        0,
+        0,
+    )
+    assert 0 < counters.copy_bytes["D2D"] <= 3 * cache.layout.block_bytes
