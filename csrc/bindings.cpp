@@ -1,8 +1,9 @@
-// npu_prompt_cache._core: the C++ cache for Python. Converts arguments and errors, and releases the GIL around every
-// call that may wait or copy; nothing else.
+// npu_prompt_cache._core: the C++ cache for Python. Converts arguments and errors, and releases the GIL
+// around every call that may wait or copy; nothing else.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <cstring>
 
@@ -34,7 +35,8 @@ template <typename Integer>
 std::vector<Token> narrow(const py::buffer_info& info) {
   std::vector<Integer> gathered;
   const auto* values = static_cast<const Integer*>(info.ptr);
-  bool is_plain = info.strides[0] == sizeof(Integer) && reinterpret_cast<uintptr_t>(values) % alignof(Integer) == 0;
+  bool is_plain =
+      info.strides[0] == sizeof(Integer) && reinterpret_cast<uintptr_t>(values) % alignof(Integer) == 0;
   if (!is_plain) {
     gathered.resize(static_cast<size_t>(info.size));
     for (py::ssize_t i = 0; i < info.size; ++i)
@@ -60,20 +62,32 @@ std::vector<Token> tokens_of_buffer(const py::buffer& buffer) {
                           " dimensions: a prompt is one sequence of ids; pass rows of a batch one by one");
   if (info.format.size() == 1) {
     switch (info.format[0]) {
-      case 'b': return narrow<signed char>(info);
-      case 'B': return narrow<unsigned char>(info);
-      case 'h': return narrow<short>(info);
-      case 'H': return narrow<unsigned short>(info);
-      case 'i': return narrow<int>(info);
-      case 'I': return narrow<unsigned int>(info);
-      case 'l': return narrow<long>(info);
-      case 'L': return narrow<unsigned long>(info);
-      case 'q': return narrow<long long>(info);
-      case 'Q': return narrow<unsigned long long>(info);
-      default: break;
+      case 'b':
+        return narrow<signed char>(info);
+      case 'B':
+        return narrow<unsigned char>(info);
+      case 'h':
+        return narrow<short>(info);
+      case 'H':
+        return narrow<unsigned short>(info);
+      case 'i':
+        return narrow<int>(info);
+      case 'I':
+        return narrow<unsigned int>(info);
+      case 'l':
+        return narrow<long>(info);
+      case 'L':
+        return narrow<unsigned long>(info);
+      case 'q':
+        return narrow<long long>(info);
+      case 'Q':
+        return narrow<unsigned long long>(info);
+      default:
+        break;
     }
   }
-  throw py::type_error("token_ids is an array of format '" + info.format + "': token ids are integers, native byte order");
+  throw py::type_error("token_ids is an array of format '" + info.format +
+                       "': token ids are integers, native byte order");
 }
 
 Token token_of_item(PyObject* item, Py_ssize_t index) {
@@ -101,7 +115,8 @@ std::vector<Token> tokens_of_sequence(PyObject* sequence) {
   return tokens;
 }
 
-// A list, a tuple, or a one-dimensional buffer of integers. Always a copy: the caller may go on and change its own.
+// A list, a tuple, or a one-dimensional buffer of integers. Always a copy: the caller may go on and change
+// its own.
 std::vector<Token> tokens_of(const py::object& ids) {
   std::vector<Token> tokens;
   if (PyList_Check(ids.ptr()) || PyTuple_Check(ids.ptr())) {
@@ -137,8 +152,8 @@ void free_unused_capsule(PyObject* capsule) {
   managed->deleter(managed);
 }
 
-py::capsule plane_capsule(const PromptCache& cache, size_t plane, const std::vector<int64_t>& shape, uint8_t code,
-                          uint8_t bits, int32_t device_type, int32_t device_id) {
+py::capsule plane_capsule(const PromptCache& cache, size_t plane, const std::vector<int64_t>& shape,
+                          uint8_t code, uint8_t bits, int32_t device_type, int32_t device_id) {
   auto view = std::make_unique<PlaneView>();
   view->region = cache.region();
   view->shape = shape;
@@ -150,17 +165,19 @@ py::capsule plane_capsule(const PromptCache& cache, size_t plane, const std::vec
                              nullptr,
                              0};
   view->managed.manager_ctx = view.get();
-  view->managed.deleter = [](npc::device::DLManagedTensor* self) { delete static_cast<PlaneView*>(self->manager_ctx); };
+  view->managed.deleter = [](npc::device::DLManagedTensor* self) {
+    delete static_cast<PlaneView*>(self->manager_ctx);
+  };
   PyObject* capsule = PyCapsule_New(&view->managed, "dltensor", free_unused_capsule);
   if (capsule == nullptr) throw py::error_already_set();
   view.release();
   return py::reinterpret_steal<py::capsule>(capsule);
 }
 
-py::dict stats_of(const PromptCache& cache) {
+py::typing::Dict<py::str, py::object> stats_of(const PromptCache& cache) {
   npc::CacheStats s = cache.stats();
   auto copies = cache.copies();
-  py::dict out;
+  py::typing::Dict<py::str, py::object> out;
   out["lookups"] = s.lookups;
   out["hits"] = s.hits;
   out["lookup_tokens"] = s.lookup_tokens;
@@ -220,24 +237,30 @@ PYBIND11_MODULE(_core, m) {
   py::register_exception_translator(&translate);
   m.def("process_is_exiting", &npc::device::Runtime::process_is_exiting,
         "From here on no destructor calls the Ascend runtime, which may be gone.");
-  m.def("tokens", [](const py::object& ids) { return array_of(tokens_of(ids)); }, py::arg("token_ids"),
-        "Token ids checked and copied to an int32 array.");
+  m.def(
+      "tokens", [](const py::object& ids) { return array_of(tokens_of(ids)); }, py::arg("token_ids"),
+      "Token ids checked and copied to an int32 array.");
 
   py::class_<LeaseHandle, std::shared_ptr<LeaseHandle>>(m, "Lease")
       .def_property_readonly("cached_tokens", &LeaseHandle::cached_tokens)
       .def_property_readonly("length", &LeaseHandle::length)
       .def_property_readonly("released", &LeaseHandle::released)
       .def("block_table", [](const LeaseHandle& lease) { return array_of(lease.block_table()); })
-      .def("slots", [](const LeaseHandle& lease, int64_t start, int64_t stop) { return array_of(lease.slots(start, stop)); },
-           py::arg("start"), py::arg("stop"))
+      .def(
+          "slots",
+          [](const LeaseHandle& lease, int64_t start, int64_t stop) {
+            return array_of(lease.slots(start, stop));
+          },
+          py::arg("start"), py::arg("stop"))
       .def("extend", &LeaseHandle::extend, py::arg("count"), py::call_guard<py::gil_scoped_release>())
-      .def("commit",
-           [](LeaseHandle& lease, const py::object& ids) {
-             std::vector<Token> tokens = tokens_of(ids);
-             py::gil_scoped_release release;
-             return lease.commit(tokens.data(), static_cast<int64_t>(tokens.size()));
-           },
-           py::arg("token_ids"))
+      .def(
+          "commit",
+          [](LeaseHandle& lease, const py::object& ids) {
+            std::vector<Token> tokens = tokens_of(ids);
+            py::gil_scoped_release release;
+            return lease.commit(tokens.data(), static_cast<int64_t>(tokens.size()));
+          },
+          py::arg("token_ids"))
       .def("release", &LeaseHandle::release, py::call_guard<py::gil_scoped_release>());
 
   py::class_<PromptCache, std::shared_ptr<PromptCache>>(m, "PromptCache")
@@ -247,49 +270,61 @@ PYBIND11_MODULE(_core, m) {
              return std::make_shared<PromptCache>(npc::device::PoolOptions{
                  acl_lib, device, pool_bytes, watermark_bytes, plane_block_bytes, block_size, priority_bits});
            }),
-           py::kw_only(), py::arg("acl_lib"), py::arg("device"), py::arg("pool_bytes"), py::arg("watermark_bytes"),
-           py::arg("plane_block_bytes"), py::arg("block_size"), py::arg("priority_bits") = 32)
-      .def("lookup",
-           [](PromptCache& cache, const std::string& name_space, const py::object& ids) {
-             std::vector<Token> tokens = tokens_of(ids);
-             npc::LookedUp found;
-             {
-               py::gil_scoped_release release;
-               found = cache.lookup(name_space, tokens.data(), static_cast<int64_t>(tokens.size()));
-             }
-             return py::make_tuple(found.cached_tokens, array_of(found.blocks));
-           },
-           py::arg("namespace"), py::arg("token_ids"))
-      .def("acquire",
-           [](PromptCache& cache, const std::string& name_space, const py::object& ids, std::optional<int64_t> limit,
-              uintptr_t stream) {
-             std::vector<Token> tokens = tokens_of(ids);
-             auto count = static_cast<int64_t>(tokens.size());
-             int64_t most = std::min(limit.value_or(count - 1), count - 1);
-             if (most < 0) throw py::value_error("limit=" + std::to_string(*limit) + ": at least 0 tokens");
-             py::gil_scoped_release release;
-             return cache.acquire(name_space, tokens.data(), count, most, stream_of(stream));
-           },
-           py::arg("namespace"), py::arg("token_ids"), py::arg("limit") = py::none(), py::arg("stream") = 0)
-      .def("insert",
-           [](PromptCache& cache, const std::string& name_space, const py::object& ids,
-              const std::vector<uintptr_t>& planes, int kind, uintptr_t stream) {
-             std::vector<Token> tokens = tokens_of(ids);
-             std::vector<npc::device::Source> sources;
-             for (uintptr_t plane : planes)
-               sources.push_back({reinterpret_cast<const void*>(plane), static_cast<npc::acl::MemcpyKind>(kind)});
-             py::gil_scoped_release release;
-             return cache.insert(name_space, tokens.data(), static_cast<int64_t>(tokens.size()), sources,
-                                 stream_of(stream));
-           },
-           py::arg("namespace"), py::arg("token_ids"), py::arg("planes"), py::arg("kind"), py::arg("stream") = 0)
-      .def("plane_capsule", &plane_capsule, py::arg("plane"), py::arg("shape"), py::arg("code"), py::arg("bits"),
-           py::arg("device_type"), py::arg("device_id"))
-      .def("plane_offset", [](const PromptCache& cache, size_t plane) { return cache.region()->plane_offset(plane); })
-      .def("plane_address", [](const PromptCache& cache, size_t plane) {
-        return reinterpret_cast<uintptr_t>(cache.region()->plane(plane));
-      })
-      .def_property_readonly("block_count", [](const PromptCache& cache) { return cache.region()->block_count(); })
+           py::kw_only(), py::arg("acl_lib"), py::arg("device"), py::arg("pool_bytes"),
+           py::arg("watermark_bytes"), py::arg("plane_block_bytes"), py::arg("block_size"),
+           py::arg("priority_bits") = 32)
+      .def(
+          "lookup",
+          [](PromptCache& cache, const py::bytes& name_space, const py::object& ids) {
+            std::string_view root = name_space;
+            std::vector<Token> tokens = tokens_of(ids);
+            npc::LookedUp found;
+            {
+              py::gil_scoped_release release;
+              found = cache.lookup(root, tokens.data(), static_cast<int64_t>(tokens.size()));
+            }
+            return py::make_tuple(found.cached_tokens, array_of(found.blocks));
+          },
+          py::arg("namespace"), py::arg("token_ids"))
+      .def(
+          "acquire",
+          [](PromptCache& cache, const py::bytes& name_space, const py::object& ids,
+             std::optional<int64_t> limit, uintptr_t stream) {
+            std::string_view root = name_space;
+            std::vector<Token> tokens = tokens_of(ids);
+            auto count = static_cast<int64_t>(tokens.size());
+            int64_t most = std::min(limit.value_or(count - 1), count - 1);
+            if (most < 0) throw py::value_error("limit=" + std::to_string(*limit) + ": at least 0 tokens");
+            py::gil_scoped_release release;
+            return cache.acquire(root, tokens.data(), count, most, stream_of(stream));
+          },
+          py::arg("namespace"), py::arg("token_ids"), py::arg("limit") = py::none(), py::arg("stream") = 0)
+      .def(
+          "insert",
+          [](PromptCache& cache, const py::bytes& name_space, const py::object& ids,
+             const std::vector<uintptr_t>& planes, int kind, uintptr_t stream) {
+            std::string_view root = name_space;
+            std::vector<Token> tokens = tokens_of(ids);
+            std::vector<npc::device::Source> sources;
+            for (uintptr_t plane : planes)
+              sources.push_back(
+                  {reinterpret_cast<const void*>(plane), static_cast<npc::acl::MemcpyKind>(kind)});
+            py::gil_scoped_release release;
+            return cache.insert(root, tokens.data(), static_cast<int64_t>(tokens.size()), sources,
+                                stream_of(stream));
+          },
+          py::arg("namespace"), py::arg("token_ids"), py::arg("planes"), py::arg("kind"),
+          py::arg("stream") = 0)
+      .def("plane_capsule", &plane_capsule, py::arg("plane"), py::arg("shape"), py::arg("code"),
+           py::arg("bits"), py::arg("device_type"), py::arg("device_id"))
+      .def("plane_offset",
+           [](const PromptCache& cache, size_t plane) { return cache.region()->plane_offset(plane); })
+      .def("plane_address",
+           [](const PromptCache& cache, size_t plane) {
+             return reinterpret_cast<uintptr_t>(cache.region()->plane(plane));
+           })
+      .def_property_readonly("block_count",
+                             [](const PromptCache& cache) { return cache.region()->block_count(); })
       .def_property_readonly("allocated_bytes",
                              [](const PromptCache& cache) { return cache.region()->allocated_bytes(); })
       .def_property_readonly("block_bytes", &PromptCache::block_bytes)

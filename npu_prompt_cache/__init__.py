@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-def enable(model: PreTrainedModel, **options: Any) -> PromptCache:  # noqa: ANN401
+def enable(model: PreTrainedModel, **options: Any) -> PromptCache:
     """Gives a transformers model a prompt cache: `PromptCache.for_model` and `PromptCache.attach` in one.
 
     Args:

@@ -276,7 +276,7 @@ class PromptCache:
             max_gb,
             pool_bytes=pool_bytes,
             watermark_bytes=watermark_bytes,
-            namespace=transformers.model_id(model),
+            namespace=transformers.identity_of(model).namespace(list(model.parameters())),
             acl_lib=acl_lib,
         )
 
@@ -371,9 +371,7 @@ class PromptCache:
 
     def stats(self) -> Stats:
         """Counters since the cache was made, and what is where now."""
-        return Stats(
-            **self._core.stats(), runtime=self._core.runtime_path, runtime_found=self._core.runtime_how
-        )
+        return Stats(**self._core.stats(), runtime=self._core.runtime_path, runtime_found=self._core.runtime_how)
 
     def check_integrity(self) -> bool:
         """Checks every invariant of the cache; True, or an `IntegrityError` that names the broken one."""

@@ -65,9 +65,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="N",
         help="the most tokens of an answer, 1 to 512",
     )
-    parser.add_argument(
-        "--max-gb", type=_positive, default=1.0, metavar="GIB", help="size of the cache's pool in GiB"
-    )
+    parser.add_argument("--max-gb", type=_positive, default=1.0, metavar="GIB", help="size of the cache's pool in GiB")
     parser.add_argument(
         "--threads",
         type=_integer(1, 1024),

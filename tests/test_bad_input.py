@@ -274,7 +274,7 @@ def test_bad_planes(make_cache) -> None:
             cache.key(layer)
 
 
-class sim_hbm:  # noqa: N801
+class sim_hbm:
     """A smaller device for a while."""
 
     def __init__(self, hbm_bytes: int) -> None:

@@ -282,8 +282,6 @@ def test_readme_docstring_examples() -> None:
     from npu_prompt_cache import cache, layout
 
     for module in (cache, layout):
-        result = doctest.testmod(
-            module, extraglobs={"PromptCache": npc.PromptCache, "KVLayout": npc.KVLayout}
-        )
+        result = doctest.testmod(module, extraglobs={"PromptCache": npc.PromptCache, "KVLayout": npc.KVLayout})
         assert result.failed == 0
         assert result.attempted > 0

@@ -126,9 +126,9 @@ def test_10000_random_operations_evict_what_the_oracle_evicts(make_cache, waterm
     evictions = 0
     for _ in range(10_000):
         old = rng.choice(prompts[-40:])
-        prompt = (
-            old[: rng.randrange(len(old) + 1)] + tuple(rng.randrange(50) for _ in range(rng.randrange(1, 40)))
-        )[:120]
+        prompt = (old[: rng.randrange(len(old) + 1)] + tuple(rng.randrange(50) for _ in range(rng.randrange(1, 40))))[
+            :120
+        ]
         is_lookup = rng.random() < 0.3
         limit = len(prompt) if is_lookup else len(prompt) - 1
         tails, matched = oracle.tails(prompt[:limit])

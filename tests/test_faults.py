@@ -84,9 +84,7 @@ def test_failing_each_call_in_turn(function: str, times: int | None) -> None:
     failed = 0
     before = sim.memory()
     for call in tried:
-        made: list[
-            npc.PromptCache
-        ] = []  # outlives the fault: what could not be given back then is given back now
+        made: list[npc.PromptCache] = []  # outlives the fault: what could not be given back then is given back now
         sim.fail(function, call, times=times)
         try:
             construct_and_live(made)
@@ -103,9 +101,7 @@ def test_failing_each_call_in_turn(function: str, times: int | None) -> None:
         after = sim.memory()
         assert after.live_bytes == before.live_bytes, f"call {call}"
         if function not in ("aclrtDestroyEvent", "aclrtDestroyStream"):
-            assert after == before.__class__(**{**vars(before), "peak_bytes": after.peak_bytes}), (
-                f"call {call}"
-            )
+            assert after == before.__class__(**{**vars(before), "peak_bytes": after.peak_bytes}), f"call {call}"
     must_fail = {
         "aclInit",
         "aclrtMalloc",
@@ -132,7 +128,7 @@ def test_a_failed_copy_gives_the_lease_back() -> None:
         with cache.acquire([1] * 20) as lease:
             lease.commit([1] * 20)
         sim.fail("aclrtMemcpyAsync", 2)
-        with pytest.raises(npc.AclError, match="aclrtMemcpyAsync of .* bytes into plane 1"):
+        with pytest.raises(npc.AclError, match=r"aclrtMemcpyAsync of .* bytes into plane 1"):
             cache.acquire([1] * 20 + [2])
         cache.check_integrity()
         assert cache.stats().leases == 0

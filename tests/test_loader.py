@@ -30,9 +30,7 @@ except npc.PromptCacheError as error:
     print(type(error).__name__, error)
 """
     env = {**os.environ, **environment}
-    return subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
-    ).stdout
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
 
 
 def test_no_runtime_is_an_error_that_names_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +44,7 @@ def test_no_runtime_is_an_error_that_names_every_place(monkeypatch: pytest.Monke
     assert 'device="cpu"' in text
 
 
-def test_the_simulator_of_a_cpu_cache_does_not_pass_for_an_npu(
-    make_cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_simulator_of_a_cpu_cache_does_not_pass_for_an_npu(make_cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     make_cache()
     with pytest.raises(npc.RuntimeNotFound):
@@ -76,19 +72,16 @@ def test_an_explicit_place_that_fails_is_not_passed_over(tmp_path: Path) -> None
     out = runtime_of(
         **{VARIABLE: str(tmp_path / "nowhere.so"), "LD_LIBRARY_PATH": str(Path(sim.library_path()).parent)}
     )
-    assert out.startswith("RuntimeNotFound") and "nowhere.so" in out
+    assert out.startswith("RuntimeNotFound")
+    assert "nowhere.so" in out
 
 
 def test_all_functions_are_bound_or_none(tmp_path: Path) -> None:
     half = tmp_path / "libascendcl.so"
     source = tmp_path / "half.c"
-    source.write_text(
-        "int aclInit(const char* p) { return p != 0; }\nint aclrtFree(void* p) { return p != 0; }\n"
-    )
+    source.write_text("int aclInit(const char* p) { return p != 0; }\nint aclrtFree(void* p) { return p != 0; }\n")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(half), str(source)], check=True)
-    with pytest.raises(
-        npc.RuntimeNotFound, match=r"libascendcl\.so lacks aclrtSetDevice, .*aclGetRecentErrMsg"
-    ):
+    with pytest.raises(npc.RuntimeNotFound, match=r"libascendcl\.so lacks aclrtSetDevice, .*aclGetRecentErrMsg"):
         npc.PromptCache(small_layout(), pool_bytes=32 << 20, acl_lib=str(half))
 
 

@@ -120,9 +120,7 @@ def in_thread(work):
 
 def run_python(code):
     """Runs a program of its own that has `acl` (the library) and `sim`."""
-    start = (
-        "import ctypes, os, signal\nfrom npu_prompt_cache import sim\nacl = ctypes.CDLL(sim.library_path())\n"
-    )
+    start = "import ctypes, os, signal\nfrom npu_prompt_cache import sim\nacl = ctypes.CDLL(sim.library_path())\n"
     return subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, timeout=60)
 
 
@@ -363,9 +361,7 @@ def test_addresses_are_aligned(size, alignment):
     assert [malloc(size) % alignment for _ in range(3)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("target", "size", "policy"), [(0, 64, 0), (1, 0, 0), (1, 64, 8), (1, 64, c_int(-1))]
-)
+@pytest.mark.parametrize(("target", "size", "policy"), [(0, 64, 0), (1, 0, 0), (1, 64, 8), (1, 64, c_int(-1))])
 def test_wrong_allocations_are_refused(target, size, policy):
     pointer = ctypes.byref(c_void_p()) if target else 0
     assert call("aclrtMalloc", pointer, size, policy) == INVALID_PARAM
@@ -503,9 +499,7 @@ def test_a_kind_that_does_not_fit_the_addresses_is_refused(kind, dst, src):
         do("aclrtFreeHost", address)
 
 
-@pytest.mark.parametrize(
-    ("kind", "code"), [(HOST_BUF, NOT_SUPPORTED), (8, INVALID_PARAM), (c_int(-1), INVALID_PARAM)]
-)
+@pytest.mark.parametrize(("kind", "code"), [(HOST_BUF, NOT_SUPPORTED), (8, INVALID_PARAM), (c_int(-1), INVALID_PARAM)])
 def test_other_kinds_are_refused(kind, code):
     assert call("aclrtMemcpy", malloc(64), 64, malloc(64), 64, kind) == code
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import blocks_of, small_layout
 
-import npu_prompt_cache as npc
 from npu_prompt_cache import sim
 
 LAYOUT = small_layout(num_layers=1, num_kv_heads=64, head_dim=32)
@@ -131,9 +130,7 @@ def test_random_requests_on_late_streams_read_what_was_written(make_cache, strea
     with sim.late_streams(seed=seed, within_calls=40):
         for _ in range(150):
             old = rng.choice(prompts[-8:])
-            prompt = old[: rng.randrange(len(old) + 1)] + [
-                rng.randrange(20) for _ in range(rng.randrange(1, 30))
-            ]
+            prompt = old[: rng.randrange(len(old) + 1)] + [rng.randrange(20) for _ in range(rng.randrange(1, 30))]
             prompt = prompt[:100]
             lease = cache.acquire(prompt, stream=stream.handle)
             slots = lease.slots(0, len(prompt))

@@ -124,9 +124,7 @@ def test_every_supported_architecture_gives_its_own_text(model_type: str, attent
         assert computed(cache) - before == new
     assert torch.equal(model.generate(**batch, max_new_tokens=8, do_sample=False), plain_batch)
     with torch.no_grad():
-        torch.testing.assert_close(
-            model(prompts[0], logits_to_keep=5).logits, plain_logits, rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(model(prompts[0], logits_to_keep=5).logits, plain_logits, rtol=1e-4, atol=1e-4)
     cache.check_integrity()
     npc.disable(model)
 
@@ -138,7 +136,7 @@ def test_every_dtype_keeps_its_bytes(dtype: torch.dtype) -> None:
     plain = DynamicCache(config=model.config)
     with torch.no_grad():
         model(prompt, cache=plain)
-    cache = npc.enable(model, pool_bytes=64 << 20)
+    npc.enable(model, pool_bytes=64 << 20)
     with torch.no_grad():
         paged = model(prompt).cache
         again = model(join(prompt, tokens(5)), logits_to_keep=1).cache
@@ -292,9 +290,7 @@ def test_a_loop_of_ones_own_over_forward(model) -> None:
     assert cache.stats().leases == 0
 
 
-@pytest.mark.parametrize(
-    "keep", [0, 1, 3, torch.tensor([5, 2, 519]), torch.tensor([-1]), torch.tensor([510])]
-)
+@pytest.mark.parametrize("keep", [0, 1, 3, torch.tensor([5, 2, 519]), torch.tensor([-1]), torch.tensor([510])])
 def test_logits_to_keep(model, keep: int | torch.Tensor) -> None:
     prompt = join(SYSTEM, tokens(20))
     with torch.no_grad():
@@ -489,7 +485,7 @@ def test_attaching_twice_is_refused(model) -> None:
 
 def test_a_cache_that_does_not_fit_is_refused(model) -> None:
     with npc.PromptCache.for_model(model, pool_bytes=64 << 20) as cache:
-        with pytest.raises(ValueError, match="num_layers=4.*does not fit.*num_layers=2"):
+        with pytest.raises(ValueError, match=r"num_layers=4.*does not fit.*num_layers=2"):
             cache.attach(tiny_model(num_hidden_layers=2))
         with pytest.raises(ValueError, match=r"float32.*does not fit.*bfloat16"):
             cache.attach(tiny_model().to(torch.bfloat16))
@@ -566,9 +562,7 @@ def refused(model: object) -> str:
 def test_unsupported_architectures_are_refused_by_name() -> None:
     assert "GPT2LMHeadModel cannot use the prompt cache: model_type 'gpt2'" in refused(
         AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(
-                "gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=50, bos_token_id=1, eos_token_id=1
-            )
+            AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=50, bos_token_id=1, eos_token_id=1)
         )
     )
     mamba = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=50, state_size=4)
@@ -629,9 +623,7 @@ def test_a_keyboard_interrupt_in_generate_publishes_nothing(model) -> None:
 
 
 def one_warning(caught: list[warnings.WarningMessage]) -> bool:
-    return [w.category for w in caught] == [CacheBypassWarning] and "running uncached" in str(
-        caught[0].message
-    )
+    return [w.category for w in caught] == [CacheBypassWarning] and "running uncached" in str(caught[0].message)
 
 
 def small_pool(**changes: object) -> tuple[transformers.PreTrainedModel, dict[str, int]]:

@@ -3,7 +3,8 @@
 // any of them. tests/test_abi.py compiles this header against the vendor's own where that is installed.
 //
 // Rules of the interface
-//   - every call returns 0 (kSuccess) or an error code; aclGetRecentErrMsg() explains the last one of this thread
+//   - every call returns 0 (kSuccess) or an error code; aclGetRecentErrMsg() explains the last one of this
+//   thread
 //   - a thread must have a context (aclrtSetDevice or aclrtSetCurrentContext) before any device call: 107002
 //   - a stream belongs to the context it was created in: 107003 from another
 //   - sizes are bytes; device pointers are opaque to the host

@@ -72,10 +72,11 @@ struct Search {
   }
 
   [[noreturn]] void fail() const {
-    throw RuntimeNotFound("no Ascend runtime found. Looked at:" + looked +
-                          "\nInstall CANN and source its set_env.sh, or name the library with the argument acl_lib= or "
-                          "the environment variable " +
-                          kVariable + ". To run without an NPU ask for it: device=\"cpu\".");
+    throw RuntimeNotFound(
+        "no Ascend runtime found. Looked at:" + looked +
+        "\nInstall CANN and source its set_env.sh, or name the library with the argument acl_lib= or "
+        "the environment variable " +
+        kVariable + ". To run without an NPU ask for it: device=\"cpu\".");
   }
 };
 
@@ -83,18 +84,30 @@ struct Search {
 
 const char* error_name(Error code) {
   switch (code) {
-    case kInvalidParam: return "ACL_ERROR_INVALID_PARAM";
-    case kUninitialized: return "ACL_ERROR_UNINITIALIZE";
-    case kRepeatInitialize: return "ACL_ERROR_REPEAT_INITIALIZE";
-    case kRtParamInvalid: return "ACL_ERROR_RT_PARAM_INVALID";
-    case kRtContextNull: return "ACL_ERROR_RT_CONTEXT_NULL";
-    case kRtStreamContext: return "ACL_ERROR_RT_STREAM_CONTEXT";
-    case kRtFeatureNotSupported: return "ACL_ERROR_RT_FEATURE_NOT_SUPPORT";
-    case kRtMemoryAllocation: return "ACL_ERROR_RT_MEMORY_ALLOCATION";
-    case kRtDeviceOom: return "ACL_ERROR_RT_DEVICE_OOM";
-    case kInternalError: return "ACL_ERROR_INTERNAL_ERROR";
-    case kDriverInternalError: return "ACL_ERROR_RT_DRV_INTERNAL_ERROR";
-    default: return "see acl_base_rt.h and rt_error_codes.h";
+    case kInvalidParam:
+      return "ACL_ERROR_INVALID_PARAM";
+    case kUninitialized:
+      return "ACL_ERROR_UNINITIALIZE";
+    case kRepeatInitialize:
+      return "ACL_ERROR_REPEAT_INITIALIZE";
+    case kRtParamInvalid:
+      return "ACL_ERROR_RT_PARAM_INVALID";
+    case kRtContextNull:
+      return "ACL_ERROR_RT_CONTEXT_NULL";
+    case kRtStreamContext:
+      return "ACL_ERROR_RT_STREAM_CONTEXT";
+    case kRtFeatureNotSupported:
+      return "ACL_ERROR_RT_FEATURE_NOT_SUPPORT";
+    case kRtMemoryAllocation:
+      return "ACL_ERROR_RT_MEMORY_ALLOCATION";
+    case kRtDeviceOom:
+      return "ACL_ERROR_RT_DEVICE_OOM";
+    case kInternalError:
+      return "ACL_ERROR_INTERNAL_ERROR";
+    case kDriverInternalError:
+      return "ACL_ERROR_RT_DRV_INTERNAL_ERROR";
+    default:
+      return "see acl_base_rt.h and rt_error_codes.h";
   }
 }
 
@@ -118,7 +131,8 @@ Loaded load(const std::string& explicit_path) {
     return search.found;
   }
   if (const char* path = std::getenv(kVariable); path != nullptr && *path != '\0') {
-    if (!search.try_place(path, RTLD_NOW | RTLD_LOCAL, std::string("the variable ") + kVariable)) search.fail();
+    if (!search.try_place(path, RTLD_NOW | RTLD_LOCAL, std::string("the variable ") + kVariable))
+      search.fail();
     return search.found;
   }
   search.looked += std::string("\n  - the variable ") + kVariable + ": not set";

@@ -1,8 +1,9 @@
 // Finding and binding the Ascend runtime (libascendcl.so): the only place that opens it.
 //
-// Search order: the explicit path (argument) -> environment variable NPU_PROMPT_CACHE_ACL_LIB -> a libascendcl.so
-// that this process has loaded already -> the soname, by the loader's own rules. An explicit place that fails is an
-// error, not a reason to look further. All functions of the table are bound, or none. A library is never closed.
+// Search order: the explicit path (argument) -> environment variable NPU_PROMPT_CACHE_ACL_LIB -> a
+// libascendcl.so that this process has loaded already -> the soname, by the loader's own rules. An explicit
+// place that fails is an error, not a reason to look further. All functions of the table are bound, or none.
+// A library is never closed.
 #pragma once
 
 #include <stdexcept>
@@ -40,7 +41,8 @@ struct Api {
   Error (*aclrtSynchronizeDevice)();
   Error (*aclrtMalloc)(void** pointer, size_t bytes, MallocPolicy policy);
   Error (*aclrtFree)(void* pointer);
-  Error (*aclrtMemcpyAsync)(void* to, size_t to_bytes, const void* from, size_t bytes, MemcpyKind kind, Stream stream);
+  Error (*aclrtMemcpyAsync)(void* to, size_t to_bytes, const void* from, size_t bytes, MemcpyKind kind,
+                            Stream stream);
   Error (*aclrtGetMemInfo)(MemAttr attr, size_t* free_bytes, size_t* total_bytes);
   Error (*aclrtCreateStream)(Stream* stream);
   Error (*aclrtDestroyStream)(Stream stream);

@@ -25,9 +25,9 @@ class BlockPool {
   // Ids are [0, block_count); block_count >= 2.
   explicit BlockPool(BlockId block_count);
 
-  // Appends `count` leased blocks to `out` and returns true, or changes nothing and returns false where fewer are
-  // free. Each block is the successor of the one before it (of `after` for the first) where that one is free:
-  // neighbours in a sequence that are neighbours in memory can be read as one.
+  // Appends `count` leased blocks to `out` and returns true, or changes nothing and returns false where fewer
+  // are free. Each block is the successor of the one before it (of `after` for the first) where that one is
+  // free: neighbours in a sequence that are neighbours in memory can be read as one.
   bool allocate(size_t count, BlockId after, std::vector<BlockId>& out);
 
   // leased -> cached.
@@ -52,9 +52,10 @@ class BlockPool {
   void unlink_free(BlockId block);
 
   std::vector<BlockState> state_;
-  std::array<size_t, 5> counts_{};                  // by BlockState
-  std::vector<BlockId> free_next_, free_prev_;      // ring of free blocks through 0; meaningful where state is kFree
-  std::map<Ticket, std::vector<BlockId>> fenced_;   // by the ticket they wait for; all keys > passed_
+  std::array<size_t, 5> counts_{};  // by BlockState
+  std::vector<BlockId> free_next_,
+      free_prev_;  // ring of free blocks through 0; meaningful where state is kFree
+  std::map<Ticket, std::vector<BlockId>> fenced_;  // by the ticket they wait for; all keys > passed_
   Ticket passed_ = 0;
 };
 

@@ -114,9 +114,10 @@ Ticket Cache::extend(Lease* lease, int64_t count, Ticket newest) {
 void Cache::check_commit(const Lease* lease, const Token* tokens, int64_t count) const {
   auto number = [](int64_t value) { return std::to_string(value); };
   if (count < lease->cached || count < lease->committed)
-    throw std::invalid_argument("commit of " + number(count) + " tokens: at least " +
-                                number(std::max(lease->cached, lease->committed)) +
-                                " are cached or committed already; commit the whole sequence from its first token");
+    throw std::invalid_argument(
+        "commit of " + number(count) + " tokens: at least " +
+        number(std::max(lease->cached, lease->committed)) +
+        " are cached or committed already; commit the whole sequence from its first token");
   if (count > lease->length)
     throw std::invalid_argument("commit of " + number(count) + " tokens: the lease has slots for " +
                                 number(lease->length) + "; extend() it before computing more");
@@ -169,7 +170,8 @@ int64_t Cache::commit(Lease* lease, const Token* tokens, int64_t count) {
   check_commit(lease, tokens, count);
   const int64_t block_size = options_.block_size;
   int64_t start = static_cast<int64_t>(lease->path.size()) * block_size;
-  std::vector<Token> known;  // of what will remain below the path's end; made first, so that nothing can throw between
+  std::vector<Token>
+      known;  // of what will remain below the path's end; made first, so that nothing can throw between
   int64_t new_start = count / block_size * block_size;
   if (count >= start + static_cast<int64_t>(lease->known.size())) {
     known.assign(tokens + new_start, tokens + count);
@@ -232,7 +234,8 @@ std::vector<int64_t> Cache::slots(const Lease* lease, int64_t start, int64_t sto
   check_open();
   if (start < 0 || stop < start || stop > lease->length)
     throw std::invalid_argument("slots(" + std::to_string(start) + ", " + std::to_string(stop) +
-                                "): not a half-open interval inside [0, " + std::to_string(lease->length) + ")");
+                                "): not a half-open interval inside [0, " + std::to_string(lease->length) +
+                                ")");
   std::vector<int64_t> slots(static_cast<size_t>(stop - start));
   const int64_t block_size = options_.block_size;
   for (int64_t at = start; at < stop; ++at) {
@@ -264,10 +267,11 @@ void Cache::count_lookup(int64_t tokens, int64_t hit_tokens) {
   counters_.hit_tokens += hit_tokens;
 }
 
-// Evicts until `blocks` are free; false where that is not to be had now. Evicts nothing where it cannot be had at
-// all, so that a request that is too large costs nobody their entries.
+// Evicts until `blocks` are free; false where that is not to be had now. Evicts nothing where it cannot be
+// had at all, so that a request that is too large costs nobody their entries.
 bool Cache::make_room(size_t blocks) {
-  size_t possible = pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) + tree_.unpinned_count();
+  size_t possible =
+      pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) + tree_.unpinned_count();
   if (possible < blocks) return false;
   while (pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) < blocks) evict_oldest();
   return pool_.count(BlockState::kFree) >= blocks;
@@ -349,7 +353,8 @@ void Cache::check_integrity() const {
       ++leased;
     }
   }
-  if (leased != pool_.count(BlockState::kLeased)) throw IntegrityError("leased blocks differ from the leases'");
+  if (leased != pool_.count(BlockState::kLeased))
+    throw IntegrityError("leased blocks differ from the leases'");
   std::vector<BlockId> cached;
   tree_.check_integrity(pins, cached);
   for (BlockId block : cached) {

@@ -3,12 +3,15 @@
 // Contract
 //   - thread-safe; no call here reads or writes device memory, calls the vendor's runtime or Python
 //   - a call either does all it says or throws and changes nothing (P6)
-//   - tokens are [0, count) of a prompt; block i of a table holds tokens [i * block_size, (i + 1) * block_size)
-//   - tickets (types.h) come from the caller, who takes one after it has enqueued its last use of a lease's blocks
+//   - tokens are [0, count) of a prompt; block i of a table holds tokens [i * block_size, (i + 1) *
+//   block_size)
+//   - tickets (types.h) come from the caller, who takes one after it has enqueued its last use of a lease's
+//   blocks
 //
-// A request's life: acquire -> (extend)* -> (commit)* -> release. A lease reads tokens [0, cached) from pinned
-// entries and writes [cached, length) into blocks of its own. Where the cached tokens end inside a block, the first
-// of its own blocks must begin with a copy of that block's first rows: Acquired::copy says so.
+// A request's life: acquire -> (extend)* -> (commit)* -> release. A lease reads tokens [0, cached) from
+// pinned entries and writes [cached, length) into blocks of its own. Where the cached tokens end inside a
+// block, the first of its own blocks must begin with a copy of that block's first rows: Acquired::copy says
+// so.
 #pragma once
 
 #include <cstddef>
@@ -53,8 +56,8 @@ struct RowCopy {
 
 class Cache;
 
-// State of one request. Guarded by the cache's mutex; callers hold it by pointer, pass it back, and use it no more
-// once it is released.
+// State of one request. Guarded by the cache's mutex; callers hold it by pointer, pass it back, and use it no
+// more once it is released.
 class Lease {
  public:
   Lease(const Lease&) = delete;
@@ -64,15 +67,17 @@ class Lease {
   friend class Cache;
   Lease() = default;
 
-  Root* root = nullptr;            // pinned
-  std::vector<Entry*> path;        // pinned: full entries, found at acquire or published since
-  std::vector<Entry*> held;        // pinned: off the path, but their blocks are read (a copy's source) or in `blocks`
-  Entry* tail = nullptr;           // pinned: the part of a block published last; only this lease may lengthen it
-  std::vector<BlockId> blocks;     // the block table of [0, length); a block is this lease's own while it is kLeased
-  std::vector<Token> known;        // the request's tokens from path.size() * block_size on, as far as known
-  int64_t cached = 0;              // tokens found at acquire
-  int64_t length = 0;              // tokens there are slots for
-  int64_t committed = 0;           // tokens the longest commit covered
+  Root* root = nullptr;      // pinned
+  std::vector<Entry*> path;  // pinned: full entries, found at acquire or published since
+  std::vector<Entry*>
+      held;               // pinned: off the path, but their blocks are read (a copy's source) or in `blocks`
+  Entry* tail = nullptr;  // pinned: the part of a block published last; only this lease may lengthen it
+  std::vector<BlockId>
+      blocks;  // the block table of [0, length); a block is this lease's own while it is kLeased
+  std::vector<Token> known;  // the request's tokens from path.size() * block_size on, as far as known
+  int64_t cached = 0;        // tokens found at acquire
+  int64_t length = 0;        // tokens there are slots for
+  int64_t committed = 0;     // tokens the longest commit covered
 };
 
 struct Acquired {
@@ -94,19 +99,19 @@ class Cache {
   // What of the prompt is cached. Pins nothing: entries may go with the next call.
   LookedUp lookup(std::string_view name_space, const Token* tokens, int64_t count, bool counted = true);
 
-  // A lease for a prompt of `count` >= 1 tokens. At most `limit` of them are taken from the cache, 0 <= limit <
-  // count. Throws PoolExhausted where not even evicting everything else would make room. `newest` is the newest
-  // ticket handed out: when it has passed, all blocks that are fenced now are free. `counted` = false leaves the
-  // hit statistics alone.
-  Acquired acquire(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit, Ticket newest,
-                   bool counted = true);
+  // A lease for a prompt of `count` >= 1 tokens. At most `limit` of them are taken from the cache, 0 <= limit
+  // < count. Throws PoolExhausted where not even evicting everything else would make room. `newest` is the
+  // newest ticket handed out: when it has passed, all blocks that are fenced now are free. `counted` = false
+  // leaves the hit statistics alone.
+  Acquired acquire(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit,
+                   Ticket newest, bool counted = true);
 
   // Slots for `count` more tokens. Returns 0 when done; else the ticket to wait for before the next try.
   Ticket extend(Lease* lease, int64_t count, Ticket newest);
 
-  // Publishes tokens [0, count): their K/V are in the lease's slots, or will be once the stream's work so far has
-  // run. cached <= count <= length; tokens must begin as acquired and as committed before. Returns the number of
-  // tokens that were not cached before.
+  // Publishes tokens [0, count): their K/V are in the lease's slots, or will be once the stream's work so far
+  // has run. cached <= count <= length; tokens must begin as acquired and as committed before. Returns the
+  // number of tokens that were not cached before.
   int64_t commit(Lease* lease, const Token* tokens, int64_t count);
 
   // Ends the lease and deletes it; what it did not commit is lost. Its blocks may be read until `last_use`.
@@ -140,10 +145,10 @@ class Cache {
 
   const CacheOptions options_;
   mutable std::mutex mutex_;
-  BlockPool pool_;                       // guarded by mutex_, as everything below
+  BlockPool pool_;  // guarded by mutex_, as everything below
   PrefixTree tree_;
-  std::unordered_set<Lease*> leases_;    // live ones, owned
-  CacheStats counters_;                  // the counting fields only
+  std::unordered_set<Lease*> leases_;  // live ones, owned
+  CacheStats counters_;                // the counting fields only
   bool closed_ = false;
 };
 

@@ -172,8 +172,8 @@ BlockId PrefixTree::remove(Entry* entry) {
 
 bool PrefixTree::is_covered(const Entry* entry) const {
   if (entry->children != nullptr) return false;
-  // A sibling that begins with these tokens is the successor in the order: look for it on the way to `entry`, then
-  // below it.
+  // A sibling that begins with these tokens is the successor in the order: look for it on the way to `entry`,
+  // then below it.
   const Entry* successor = nullptr;
   for (const Entry* at = entry->parent->children; at != entry;) {
     if (less_entry(at, entry)) {
@@ -185,7 +185,8 @@ bool PrefixTree::is_covered(const Entry* entry) const {
   }
   for (const Entry* at = entry->right; at != nullptr; at = at->left) successor = at;
   return successor != nullptr && successor->token_count > entry->token_count &&
-         common_prefix(successor->tokens.get(), entry->tokens.get(), entry->token_count) == entry->token_count;
+         common_prefix(successor->tokens.get(), entry->tokens.get(), entry->token_count) ==
+             entry->token_count;
 }
 
 void PrefixTree::link_child(Entry* entry) {
@@ -283,13 +284,15 @@ void PrefixTree::check_integrity(const std::unordered_map<const Entry*, int32_t>
     if (entry->newer->older != entry) broken("recency list links", entry);
     if (!recency.emplace(entry, recency.size()).second) broken("recency list cycle", entry);
   }
-  if (recency.size() != unpinned_count_) throw IntegrityError("the unpinned count differs from the recency list");
+  if (recency.size() != unpinned_count_)
+    throw IntegrityError("the unpinned count differs from the recency list");
 
   std::vector<const Entry*> pending;
   size_t seen = 0, unpinned = 0;
   for (const auto& [name, root] : roots_) {
     auto held = pins.find(root.get());
-    if (root->name != name || root->pins != (held == pins.end() ? 0 : held->second)) broken("root", root.get());
+    if (root->name != name || root->pins != (held == pins.end() ? 0 : held->second))
+      broken("root", root.get());
     if (root->pins == 0 && root->children == nullptr) broken("unused root", root.get());
     pending.push_back(root.get());
   }
@@ -302,18 +305,22 @@ void PrefixTree::check_integrity(const std::unordered_map<const Entry*, int32_t>
       pending.push_back(entry);
       blocks.push_back(entry->block);
       if (entry->token_count < 1 || entry->token_count > block_size_) broken("token count", entry);
-      if (entry->children != nullptr && entry->token_count != block_size_) broken("children of a part", entry);
+      if (entry->children != nullptr && entry->token_count != block_size_)
+        broken("children of a part", entry);
       if (before != nullptr && !less_entry(before, entry)) broken("order of siblings", entry);
       before = entry;
       auto held = pins.find(entry);
-      if (entry->pins != (held == pins.end() ? 0 : held->second)) broken("pins differ from the leases'", entry);
-      if (entry->pins > 0 && parent->parent != nullptr && parent->pins == 0) broken("pinned below unpinned", entry);
+      if (entry->pins != (held == pins.end() ? 0 : held->second))
+        broken("pins differ from the leases'", entry);
+      if (entry->pins > 0 && parent->parent != nullptr && parent->pins == 0)
+        broken("pinned below unpinned", entry);
       auto rank = recency.find(entry);
       if ((rank != recency.end()) != (entry->pins == 0)) broken("recency list membership", entry);
       if (entry->pins > 0) continue;
       ++unpinned;
       auto above = recency.find(parent);
-      if (above != recency.end() && above->second < rank->second) broken("a parent older than its child", entry);
+      if (above != recency.end() && above->second < rank->second)
+        broken("a parent older than its child", entry);
     }
   }
   if (seen != entry_count_ || unpinned != unpinned_count_) throw IntegrityError("the entry count is wrong");

@@ -2,11 +2,13 @@
 //
 // Contract
 //   - no lock, no memory, no vendor call: the facade holds the mutex, the device room holds the bytes
-//   - one tree per namespace; an entry is found by comparing its tokens, one by one, with the request's. There is
-//     no hash to collide: the children of an entry form a treap ordered by their tokens, so that one descent finds
-//     the exact child or, where there is none, the child with the longest common prefix. Its priorities are random
-//     and seeded per process, so that no choice of prompts makes it deep
-//   - costs: O(log children) comparisons a block to find, insert and remove (one comparison on an unforked path),
+//   - one tree per namespace; an entry is found by comparing its tokens, one by one, with the request's.
+//   There is
+//     no hash to collide: the children of an entry form a treap ordered by their tokens, so that one descent
+//     finds the exact child or, where there is none, the child with the longest common prefix. Its priorities
+//     are random and seeded per process, so that no choice of prompts makes it deep
+//   - costs: O(log children) comparisons a block to find, insert and remove (one comparison on an unforked
+//   path),
 //     O(1) to pin, unpin, touch and to find the entry to evict
 //   - intervals are half-open; counts are tokens
 #pragma once
@@ -31,11 +33,12 @@ struct Entry {
   Entry* right = nullptr;
   Entry* older = nullptr;  // list by recency: linked if and only if pins == 0 and this is no root
   Entry* newer = nullptr;
-  std::unique_ptr<Token[]> tokens;  // never changed in place; only the lease that wrote the block may lengthen it
-  Ticket last_use = 0;              // the block may be read by work up to this ticket
-  uint32_t priority = 0;            // treap heap order: no child above its parent
-  int32_t token_count = 0;          // 1 ... block_size; 0 for a root
-  int32_t pins = 0;                 // a pinned entry has pinned ancestors: leases pin whole paths
+  std::unique_ptr<Token[]>
+      tokens;               // never changed in place; only the lease that wrote the block may lengthen it
+  Ticket last_use = 0;      // the block may be read by work up to this ticket
+  uint32_t priority = 0;    // treap heap order: no child above its parent
+  int32_t token_count = 0;  // 1 ... block_size; 0 for a root
+  int32_t pins = 0;         // a pinned entry has pinned ancestors: leases pin whole paths
   BlockId block = 0;
 };
 
@@ -51,9 +54,10 @@ struct Found {
 
 // What of a prompt is cached.
 struct PathMatch {
-  std::vector<Entry*> path;  // path[i] holds exactly the prompt's tokens [i * block_size, (i + 1) * block_size)
-  Found tail;                // continues the path by tail.tokens more
-  int64_t tokens = 0;        // path.size() * block_size + tail.tokens
+  std::vector<Entry*>
+      path;            // path[i] holds exactly the prompt's tokens [i * block_size, (i + 1) * block_size)
+  Found tail;          // continues the path by tail.tokens more
+  int64_t tokens = 0;  // path.size() * block_size + tail.tokens
 };
 
 class PrefixTree {
@@ -84,7 +88,8 @@ class PrefixTree {
   void unpin(Entry* entry);  // becomes the most recent; unpin the leaf first, its ancestors after it
   void touch(Entry* entry);  // likewise, where it is not pinned
 
-  // The least recently used unpinned entry: always a leaf, because a path is touched leaf first and pinned whole.
+  // The least recently used unpinned entry: always a leaf, because a path is touched leaf first and pinned
+  // whole.
   Entry* oldest() const { return lru_.newer == &lru_ ? nullptr : lru_.newer; }
 
   // The unpinned entries, the next to be evicted first; each as all tokens from the root to its own last.
@@ -94,9 +99,10 @@ class PrefixTree {
   size_t unpinned_count() const { return unpinned_count_; }
   int32_t block_size() const { return block_size_; }
 
-  // Throws IntegrityError on a broken invariant. `pins` is what the leases say they hold, by entry; `blocks` gets
-  // the block of every entry.
-  void check_integrity(const std::unordered_map<const Entry*, int32_t>& pins, std::vector<BlockId>& blocks) const;
+  // Throws IntegrityError on a broken invariant. `pins` is what the leases say they hold, by entry; `blocks`
+  // gets the block of every entry.
+  void check_integrity(const std::unordered_map<const Entry*, int32_t>& pins,
+                       std::vector<BlockId>& blocks) const;
 
  private:
   void link_newest(Entry* entry);

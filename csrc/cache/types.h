@@ -10,8 +10,9 @@ namespace npc {
 using Token = int32_t;
 using BlockId = int32_t;
 
-// A point in the work of all streams. Tickets grow; "ticket t has passed" means that everything enqueued before t
-// was taken, on any stream, has run. 0 has always passed. The device room hands them out, this room compares them.
+// A point in the work of all streams. Tickets grow; "ticket t has passed" means that everything enqueued
+// before t was taken, on any stream, has run. 0 has always passed. The device room hands them out, this room
+// compares them.
 using Ticket = uint64_t;
 
 // The pool cannot hold the request, even after every entry that may be evicted was.

@@ -1,5 +1,5 @@
-// The DLPack structures (version 0, "dltensor" capsules), as published at dmlc/dlpack: how a plane of the pool is
-// shown to torch without compiling against it.
+// The DLPack structures (version 0, "dltensor" capsules), as published at dmlc/dlpack: how a plane of the
+// pool is shown to torch without compiling against it.
 #pragma once
 
 #include <cstdint>

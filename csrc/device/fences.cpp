@@ -83,7 +83,8 @@ void Fences::record(Open& open) {
 bool Fences::has_passed(const Open& open) const {
   if (open.event == nullptr) return false;
   acl::EventRecordedStatus status = acl::kEventNotReady;
-  return runtime_->api().aclrtQueryEventStatus(open.event, &status) == acl::kSuccess && status == acl::kEventComplete;
+  return runtime_->api().aclrtQueryEventStatus(open.event, &status) == acl::kSuccess &&
+         status == acl::kEventComplete;
 }
 
 }  // namespace npc::device

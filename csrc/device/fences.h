@@ -1,10 +1,12 @@
 // Tickets: points in the work of streams, and whether they have passed (P5).
 //
 // Contract
-//   - take() records an event on the stream after everything the caller has enqueued there, and returns its number
+//   - take() records an event on the stream after everything the caller has enqueued there, and returns its
+//   number
 //   - poll() returns the newest ticket up to which all have passed; it never blocks
 //   - wait() blocks until a ticket has passed, by synchronising the streams in question
-//   - take() never fails: where the runtime gives no event (they are finite) or does not record it, the ticket stays
+//   - take() never fails: where the runtime gives no event (they are finite) or does not record it, the
+//   ticket stays
 //     open and poll() tries again. Its blocks are late, not wrong
 //   - thread-safe by a mutex of its own, which is never held together with the cache's
 #pragma once

@@ -9,8 +9,8 @@ CacheOptions cache_options(const PoolOptions& pool, const Region& region) {
   size_t usable_bytes = (region.block_count() - 1) * region.block_bytes();
   if (pool.watermark_bytes >= usable_bytes)
     throw std::invalid_argument("watermark_bytes=" + std::to_string(pool.watermark_bytes) +
-                                " leaves nothing to cache in: it must be below the " + std::to_string(usable_bytes) +
-                                " bytes of the pool's blocks");
+                                " leaves nothing to cache in: it must be below the " +
+                                std::to_string(usable_bytes) + " bytes of the pool's blocks");
   CacheOptions options;
   options.block_count = region.block_count();
   options.block_size = pool.block_size;
@@ -25,7 +25,8 @@ CacheOptions cache_options(const PoolOptions& pool, const Region& region) {
 PromptCache::PromptCache(const PoolOptions& options)
     : runtime_(std::make_shared<Runtime>(options.acl_lib, options.device)),
       fences_(std::make_unique<Fences>(runtime_)),
-      region_(std::make_shared<Region>(runtime_, options.pool_bytes, options.plane_block_bytes, options.block_size)),
+      region_(std::make_shared<Region>(runtime_, options.pool_bytes, options.plane_block_bytes,
+                                       options.block_size)),
       cache_(std::make_unique<Cache>(cache_options(options, *region_))),
       block_bytes_(region_->block_bytes()) {
   Runtime::Scope scope(*runtime_);
@@ -60,8 +61,8 @@ LookedUp PromptCache::lookup(std::string_view name_space, const Token* tokens, i
   return cache_->lookup(name_space, tokens, count, true);
 }
 
-Acquired PromptCache::acquire_blocks(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit,
-                                     bool counted) {
+Acquired PromptCache::acquire_blocks(std::string_view name_space, const Token* tokens, int64_t count,
+                                     int64_t limit, bool counted) {
   for (;;) {
     cache_->pass(fences_->poll());
     Acquired acquired = cache_->acquire(name_space, tokens, count, limit, fences_->newest(), counted);
@@ -70,8 +71,8 @@ Acquired PromptCache::acquire_blocks(std::string_view name_space, const Token* t
   }
 }
 
-std::shared_ptr<LeaseHandle> PromptCache::acquire(std::string_view name_space, const Token* tokens, int64_t count,
-                                                  int64_t limit, acl::Stream stream) {
+std::shared_ptr<LeaseHandle> PromptCache::acquire(std::string_view name_space, const Token* tokens,
+                                                  int64_t count, int64_t limit, acl::Stream stream) {
   check_usable();
   std::shared_ptr<Region> region = this->region();
   Acquired acquired = acquire_blocks(name_space, tokens, count, limit, true);
@@ -161,7 +162,8 @@ CacheStats PromptCache::stats() const {
 
 std::array<CopyCounts, 4> PromptCache::copies() const { return region()->copies(); }
 
-LeaseHandle::LeaseHandle(std::shared_ptr<PromptCache> cache, Lease* lease, acl::Stream stream, int64_t cached_tokens)
+LeaseHandle::LeaseHandle(std::shared_ptr<PromptCache> cache, Lease* lease, acl::Stream stream,
+                         int64_t cached_tokens)
     : cache_(std::move(cache)), lease_(lease), stream_(stream), cached_tokens_(cached_tokens) {}
 
 LeaseHandle::~LeaseHandle() {

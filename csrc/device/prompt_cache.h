@@ -3,7 +3,8 @@
 // Contract
 //   - thread-safe; no lock is held over a vendor call or a wait but the fences' own
 //   - every call but close() and the destructors throws CacheClosed after close() and in a forked child
-//   - a `stream` of null stands for the cache's own stream; what is enqueued there has run when the call returns.
+//   - a `stream` of null stands for the cache's own stream; what is enqueued there has run when the call
+//   returns.
 //     On a caller's stream it is only enqueued: the caller computes on that stream, so the order is right
 #pragma once
 
@@ -21,7 +22,7 @@
 namespace npc::device {
 
 struct PoolOptions {
-  std::string acl_lib;   // explicit path of the runtime, empty for none
+  std::string acl_lib;  // explicit path of the runtime, empty for none
   int32_t device = 0;
   size_t pool_bytes = 0;
   size_t watermark_bytes = 0;
@@ -68,10 +69,10 @@ class PromptCache : public std::enable_shared_from_this<PromptCache> {
   LookedUp lookup(std::string_view name_space, const Token* tokens, int64_t count);
   std::shared_ptr<LeaseHandle> acquire(std::string_view name_space, const Token* tokens, int64_t count,
                                        int64_t limit, acl::Stream stream);
-  // Publishes a prompt whose K/V the caller holds, contiguous rows [0, count) a plane; copies what is not cached
-  // yet. Returns the number of tokens that were not.
-  int64_t insert(std::string_view name_space, const Token* tokens, int64_t count, const std::vector<Source>& sources,
-                 acl::Stream stream);
+  // Publishes a prompt whose K/V the caller holds, contiguous rows [0, count) a plane; copies what is not
+  // cached yet. Returns the number of tokens that were not.
+  int64_t insert(std::string_view name_space, const Token* tokens, int64_t count,
+                 const std::vector<Source>& sources, acl::Stream stream);
 
   void clear();
   void check_integrity() const;

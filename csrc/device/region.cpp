@@ -34,14 +34,18 @@ size_t blocks_that_fit(const std::vector<size_t>& plane_block_bytes, size_t pool
 
 Region::Region(std::shared_ptr<Runtime> runtime, size_t pool_bytes, std::vector<size_t> plane_block_bytes,
                int32_t block_size)
-    : runtime_(std::move(runtime)), plane_block_bytes_(std::move(plane_block_bytes)), block_size_(block_size) {
+    : runtime_(std::move(runtime)),
+      plane_block_bytes_(std::move(plane_block_bytes)),
+      block_size_(block_size) {
   constexpr size_t kLeastBlocks = 2;
   size_t blocks = blocks_that_fit(plane_block_bytes_, pool_bytes);
   if (blocks < kLeastBlocks)
-    throw std::invalid_argument("pool_bytes=" + std::to_string(pool_bytes) + " is too small: " +
-                                std::to_string(plane_block_bytes_.size()) + " planes of whole 2 MiB pages need at least " +
+    throw std::invalid_argument("pool_bytes=" + std::to_string(pool_bytes) +
+                                " is too small: " + std::to_string(plane_block_bytes_.size()) +
+                                " planes of whole 2 MiB pages need at least " +
                                 std::to_string(planes_bytes(plane_block_bytes_, kLeastBlocks)) +
-                                " bytes for one block of " + std::to_string(block_size) + " tokens and the padding block");
+                                " bytes for one block of " + std::to_string(block_size) +
+                                " tokens and the padding block");
   block_count_ = static_cast<BlockId>(blocks);
   size_t offset = 0;
   for (size_t bytes : plane_block_bytes_) {
@@ -76,9 +80,10 @@ void Region::free() {
 void Region::copy(size_t plane, size_t to, const void* from, size_t bytes, acl::MemcpyKind kind,
                   acl::Stream stream) {
   size_t plane_bytes = plane_block_bytes_[plane] * block_count_;
-  runtime_->check(runtime_->api().aclrtMemcpyAsync(base_ + plane_offset_[plane] + to, plane_bytes - to, from, bytes,
-                                                   kind, stream),
-                  "aclrtMemcpyAsync of " + std::to_string(bytes) + " bytes into plane " + std::to_string(plane));
+  runtime_->check(
+      runtime_->api().aclrtMemcpyAsync(base_ + plane_offset_[plane] + to, plane_bytes - to, from, bytes, kind,
+                                       stream),
+      "aclrtMemcpyAsync of " + std::to_string(bytes) + " bytes into plane " + std::to_string(plane));
   copy_calls_[kind] += 1;
   copy_bytes_[kind] += bytes;
 }
@@ -104,8 +109,8 @@ void Region::fill(const std::vector<Source>& sources, const std::vector<BlockId>
     for (size_t p = 0; p < plane_count(); ++p) {
       size_t row_bytes = plane_block_bytes_[p] / block_size_;
       const char* from = static_cast<const char*>(sources[p].data) + (at - first) * row_bytes;
-      copy(p, table[index] * plane_block_bytes_[p] + offset * row_bytes, from, run * row_bytes, sources[p].kind,
-           stream);
+      copy(p, table[index] * plane_block_bytes_[p] + offset * row_bytes, from, run * row_bytes,
+           sources[p].kind, stream);
     }
     at += run;
   }

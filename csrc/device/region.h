@@ -1,10 +1,13 @@
 // The pool's memory: one allocation of device memory, cut into planes of blocks.
 //
-//   [plane 0: block 0, block 1, ...][plane 1: ...] ...      a plane is one layer's K or V (DESIGN: plane-major)
+//   [plane 0: block 0, block 1, ...][plane 1: ...] ...      a plane is one layer's K or V (DESIGN:
+//   plane-major)
 //
 // Contract
-//   - planes and the first byte are aligned to 2 MiB, blocks to 64 bytes (asynchronous copies on the device want it)
-//   - the memory lives as long as a Region is held by anyone; before it is freed the whole device is synchronised,
+//   - planes and the first byte are aligned to 2 MiB, blocks to 64 bytes (asynchronous copies on the device
+//   want it)
+//   - the memory lives as long as a Region is held by anyone; before it is freed the whole device is
+//   synchronised,
 //     because aclrtFree waits for nothing
 //   - copies are enqueued on the stream given and counted by kind, in calls and bytes
 #pragma once
@@ -35,8 +38,8 @@ struct Source {
 
 class Region {
  public:
-  // As many blocks as fit into `pool_bytes`, at least 2 (one is padding). plane_block_bytes[p] is the size of one
-  // block in plane p, a multiple of 64. Throws std::invalid_argument where the pool is too small.
+  // As many blocks as fit into `pool_bytes`, at least 2 (one is padding). plane_block_bytes[p] is the size of
+  // one block in plane p, a multiple of 64. Throws std::invalid_argument where the pool is too small.
   Region(std::shared_ptr<Runtime> runtime, size_t pool_bytes, std::vector<size_t> plane_block_bytes,
          int32_t block_size);
   ~Region();
@@ -55,9 +58,10 @@ class Region {
   // Enqueues the copy of rows within the pool, in every plane.
   void copy_rows(const RowCopy& copy, acl::Stream stream);
 
-  // Enqueues the copy of rows [first, first + count) of `sources` (one a plane) into the slots of the same tokens.
-  void fill(const std::vector<Source>& sources, const std::vector<BlockId>& table, int64_t first, int64_t count,
-            acl::Stream stream);
+  // Enqueues the copy of rows [first, first + count) of `sources` (one a plane) into the slots of the same
+  // tokens.
+  void fill(const std::vector<Source>& sources, const std::vector<BlockId>& table, int64_t first,
+            int64_t count, acl::Stream stream);
 
   // Frees the memory now; throws AclError and keeps it where that fails. Called at most once with success.
   void free();
@@ -65,7 +69,8 @@ class Region {
   std::array<CopyCounts, 4> copies() const;  // by acl::MemcpyKind 0 ... 3
 
  private:
-  void copy(size_t plane, size_t to, const void* from, size_t bytes, acl::MemcpyKind kind, acl::Stream stream);
+  void copy(size_t plane, size_t to, const void* from, size_t bytes, acl::MemcpyKind kind,
+            acl::Stream stream);
 
   std::shared_ptr<Runtime> runtime_;
   std::vector<size_t> plane_block_bytes_, plane_offset_;

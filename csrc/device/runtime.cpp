@@ -46,7 +46,8 @@ bool Runtime::may_call() const { return !g_exiting && fork_generation_ == g_fork
 void Runtime::check_process() const {
   if (fork_generation_ == g_fork_generation) return;
   throw CacheClosed(
-      "this cache belongs to the parent process, and a forked child cannot use its device context; make a cache in "
+      "this cache belongs to the parent process, and a forked child cannot use its device context; make a "
+      "cache in "
       "the child, or start workers by 'spawn'");
 }
 

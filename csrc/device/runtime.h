@@ -1,8 +1,10 @@
 // One device of one loaded runtime, and the rules of calling it.
 //
 // Contract
-//   - every vendor call of the device room happens inside a Scope: it refuses in a forked child (whose context is
-//     not valid), makes the device's context current for this thread, and leaves the caller's own as it was found
+//   - every vendor call of the device room happens inside a Scope: it refuses in a forked child (whose
+//   context is
+//     not valid), makes the device's context current for this thread, and leaves the caller's own as it was
+//     found
 //   - a failed call throws acl::AclError naming the call and what it was asked for
 //   - once the process is exiting the runtime may be gone: destructors ask may_call() and then make no call
 //   - aclFinalize and aclrtResetDevice are never called: others in the process use the runtime too

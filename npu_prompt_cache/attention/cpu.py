@@ -56,7 +56,9 @@ class PagedBatch:
         """Puts the new tokens' keys (or values), ``[1, kv_heads, tokens, head_dim]``, into their slots of `plane`."""
         plane.view(-1, *plane.shape[2:]).index_copy_(0, self._slots, states[0].transpose(0, 1))
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
         """Causal attention of each sequence over its own blocks; grouped queries where there are fewer K/V heads.
 
         Args:

@@ -18,7 +18,7 @@ class Conversation:
     same ids.
     """
 
-    def __init__(self, tokenizer: Any, system_prompt: str) -> None:  # noqa: ANN401
+    def __init__(self, tokenizer: Any, system_prompt: str) -> None:
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._end_of_turn: int = tokenizer.convert_tokens_to_ids(END_OF_TURN)

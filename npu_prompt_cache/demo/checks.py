@@ -24,9 +24,7 @@ def check(result: Result) -> list[Check]:
     crossed = {kind: counters.copy_bytes[kind] for kind in ("H2D", "D2H")}
     return [
         _each(requests, "every answer is the same, token by token", _answer),
-        _each(
-            requests, "every request computed exactly the tokens that an independent count says", _computed
-        ),
+        _each(requests, "every request computed exactly the tokens that an independent count says", _computed),
         _each(requests, "no more tokens than those went through the model", _model_tokens),
         Check(
             "one lookup a request",

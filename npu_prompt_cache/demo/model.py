@@ -144,9 +144,7 @@ def _check_same_weights(model: PreTrainedModel, folder: Path) -> None:
     read = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
     wanted = model.state_dict()
     if read.keys() != wanted.keys() or not all(torch.equal(read[name], wanted[name]) for name in wanted):
-        raise DemoError(
-            f"the weights of {NAME} do not read back the same from {folder.parent}: is the disk sound?"
-        )
+        raise DemoError(f"the weights of {NAME} do not read back the same from {folder.parent}: is the disk sound?")
 
 
 def _move(temporary: Path, folder: Path) -> None:

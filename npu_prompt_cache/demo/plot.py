@@ -20,18 +20,12 @@ def plot(result: Result, file: Path) -> None:
     sums = totals(result.requests)
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         # A Figure of its own, not pyplot's: no display and no global state.
-        figure = Figure(
-            figsize=(max(7.0, 0.5 * len(result.requests) + 2), 7.5), dpi=150, layout="constrained"
-        )
+        figure = Figure(figsize=(max(7.0, 0.5 * len(result.requests) + 2), 7.5), dpi=150, layout="constrained")
         tokens, times = figure.subplots(2, 1, sharex=True)
         _plot_tokens(tokens, result.requests)
         _plot_times(times, result.requests)
-        tokens.set_title(
-            f"{sums.hit_rate:.0%} of the prompt tokens were cached", loc="left", fontweight="bold"
-        )
-        times.set_title(
-            f"{sums.prefill_time_saved:.0%} of the prefill time was saved", loc="left", fontweight="bold"
-        )
+        tokens.set_title(f"{sums.hit_rate:.0%} of the prompt tokens were cached", loc="left", fontweight="bold")
+        times.set_title(f"{sums.prefill_time_saved:.0%} of the prefill time was saved", loc="left", fontweight="bold")
         figure.savefig(file)
 
 
@@ -42,6 +36,8 @@ def _plot_tokens(axes: Axes, requests: list[Request]) -> None:
     axes.bar(places, cached, color=_CACHED, label="cached")
     bars = axes.bar(places, computed, bottom=cached, color=_COMPUTED, label="computed")
     axes.bar_label(bars, [f"{count:,}" for count in computed], padding=2, fontsize=8, color=_COMPUTED)
+    axes.margins(y=0.1)  # room for the numbers above the bars
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylabel("prompt tokens")
     _legend(axes)
 
@@ -65,6 +61,7 @@ def _plot_times(axes: Axes, requests: list[Request]) -> None:
         markersize=5,
     )
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylabel("time to first token, ms")
     axes.set_xticks(places, [f"{r.customer} {r.turn}" for r in requests], rotation=45, ha="right")
     axes.set_xlabel("request: customer and turn, in the order served")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-def bar(description: str, total: int, unit: str) -> Any:  # noqa: ANN401
+def bar(description: str, total: int, unit: str) -> Any:
     """A tqdm bar that vanishes when it is done."""
     return tqdm(total=total, desc=description, unit=unit, leave=False, disable=None)
 
@@ -34,9 +34,7 @@ class Steps:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is None:
             self._bar.update()
         self._bar.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import statistics
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -58,6 +59,11 @@ def totals(requests: Sequence[Request]) -> Totals:
     return Totals(**{name: sum(getattr(request, name) for request in requests) for name in names})
 
 
+def median_speedup(requests: Sequence[Request]) -> float:
+    """Of the prefill. Unlike the sums, one request that was slowed down from outside does not move it."""
+    return statistics.median(request.speedup for request in requests)
+
+
 def as_text(result: Result, checks: Sequence[Check], model_name: str) -> str:
     """Everything that a person reads: sample, table, totals, checks."""
     settings = result.settings
@@ -105,7 +111,10 @@ def as_json(result: Result, checks: Sequence[Check], model_name: str) -> dict[st
         "machine": {"platform": platform.platform(), "threads": result.threads},
         "settings": dataclasses.asdict(result.settings),
         "requests": [_request_json(request) for request in result.requests],
-        "totals": _totals_json(totals(result.requests)),
+        "totals": {
+            **_totals_json(totals(result.requests)),
+            "median_speedup": median_speedup(result.requests),
+        },
         "pool": {
             "pool_bytes": result.stats.pool_bytes,
             "cached_bytes": result.stats.cached_bytes,
@@ -156,8 +165,8 @@ def _totals_text(result: Result) -> str:
         ),
         (
             "prefill time",
-            f"{sums.prefill_ms_without / 1e3:.1f} s without the cache, {sums.prefill_ms_with / 1e3:.1f} s with "
-            f"it: {sums.prefill_time_saved:.1%} saved",
+            f"{sums.prefill_ms_without / 1e3:.1f} s without the cache, {sums.prefill_ms_with / 1e3:.1f} s with it: "
+            f"{sums.prefill_time_saved:.1%} saved; median speed-up {median_speedup(result.requests):.1f}x",
         ),
         (
             "whole requests",

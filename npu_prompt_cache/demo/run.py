@@ -48,7 +48,7 @@ class _FirstTokenClock:
         """Nothing to do."""
 
 
-def run(model: PreTrainedModel, tokenizer: Any, settings: Settings) -> Result:  # noqa: ANN401
+def run(model: PreTrainedModel, tokenizer: Any, settings: Settings) -> Result:
     """Runs the demo: customers take turns, as a server would see them. The model is left as it was.
 
     Raises:
@@ -83,7 +83,7 @@ def _serve(
     model: PreTrainedModel,
     plain: PreTrainedModel,
     cache: npc.PromptCache,
-    tokenizer: Any,  # noqa: ANN401
+    tokenizer: Any,
     settings: Settings,
 ) -> list[Request]:
     customers = list(shop.QUESTIONS)[: settings.customers]

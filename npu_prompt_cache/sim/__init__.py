@@ -125,9 +125,7 @@ def library_path() -> str:
     """Absolute path of the simulator's shared library."""
     path = Path(__file__).resolve().parent / "libascendcl.so"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"the simulator is not built: there is no {path}; install npu_prompt_cache again"
-        )
+        raise FileNotFoundError(f"the simulator is not built: there is no {path}; install npu_prompt_cache again")
     return str(path)
 
 

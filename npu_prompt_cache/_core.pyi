@@ -1,0 +1,99 @@
+"""
+The C++ core of npu_prompt_cache. Use the classes of the package, which document and type it.
+"""
+
+from __future__ import annotations
+import collections.abc
+import numpy
+import numpy.typing
+import typing
+import typing_extensions
+
+__all__: list[str] = ["Lease", "PromptCache", "process_is_exiting", "tokens"]
+
+class Lease:
+    def block_table(self) -> numpy.typing.NDArray[numpy.int32]: ...
+    def commit(self, token_ids: typing.Any) -> int: ...
+    def extend(self, count: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def release(self) -> None: ...
+    def slots(
+        self, start: typing.SupportsInt | typing.SupportsIndex, stop: typing.SupportsInt | typing.SupportsIndex
+    ) -> numpy.typing.NDArray[numpy.int64]: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def released(self) -> bool: ...
+
+class PromptCache:
+    def __init__(
+        self,
+        *,
+        acl_lib: str,
+        device: typing.SupportsInt | typing.SupportsIndex,
+        pool_bytes: typing.SupportsInt | typing.SupportsIndex,
+        watermark_bytes: typing.SupportsInt | typing.SupportsIndex,
+        plane_block_bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        block_size: typing.SupportsInt | typing.SupportsIndex,
+        priority_bits: typing.SupportsInt | typing.SupportsIndex = 32,
+    ) -> None: ...
+    def acquire(
+        self,
+        namespace: bytes,
+        token_ids: typing.Any,
+        limit: typing.SupportsInt | typing.SupportsIndex | None = None,
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> Lease: ...
+    def check_integrity(self) -> None: ...
+    def clear(self) -> None: ...
+    def close(self) -> None: ...
+    def eviction_order(self) -> list[list[int]]:
+        """
+        Unpinned entries, the next to be evicted first, each as the tokens from the root to its last.
+        """
+    def insert(
+        self,
+        namespace: bytes,
+        token_ids: typing.Any,
+        planes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        kind: typing.SupportsInt | typing.SupportsIndex,
+        stream: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> int: ...
+    def lookup(self, namespace: bytes, token_ids: typing.Any) -> tuple[int, numpy.typing.NDArray[numpy.int32]]: ...
+    def plane_address(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def plane_capsule(
+        self,
+        plane: typing.SupportsInt | typing.SupportsIndex,
+        shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        code: typing.SupportsInt | typing.SupportsIndex,
+        bits: typing.SupportsInt | typing.SupportsIndex,
+        device_type: typing.SupportsInt | typing.SupportsIndex,
+        device_id: typing.SupportsInt | typing.SupportsIndex,
+    ) -> typing_extensions.CapsuleType: ...
+    def plane_offset(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def stats(self) -> dict[str, typing.Any]: ...
+    @property
+    def allocated_bytes(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def block_count(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def runtime_how(self) -> str: ...
+    @property
+    def runtime_path(self) -> str: ...
+    @property
+    def soc_name(self) -> str: ...
+
+def process_is_exiting() -> None:
+    """
+    From here on no destructor calls the Ascend runtime, which may be gone.
+    """
+
+def tokens(token_ids: typing.Any) -> numpy.typing.NDArray[numpy.int32]:
+    """
+    Token ids checked and copied to an int32 array.
+    """

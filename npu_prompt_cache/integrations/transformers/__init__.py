@@ -1,0 +1,36 @@
+"""The cache inside transformers models: `attach` makes ``generate`` and ``model(...)`` use it.
+
+How it works. An attached model has three instance attributes over its class's methods, and the name of an attention
+function of ours (a registry entry that falls through to the model's own) in its config:
+
+* ``generate`` is the scope of a request: when it ends well, what was computed is published; however it ends, its
+  leases are released.
+* ``_prepare_cache_for_generation`` gives greedy and sampled generation a `PagedCache` instead of a ``DynamicCache``.
+* ``forward`` looks the prompt up, packs the tokens that are not cached, without padding, into one row, and runs the
+  model's own forward on it; its layers write K/V into the pool and attend over it.
+
+What cannot be cached runs the model's own code untouched: training, gradients, ``inputs_embeds``, a cache of the
+user's own, beams, masks that are not left padding, outputs of hidden states or attention weights.
+"""
+
+from npu_prompt_cache.integrations.transformers.attachment import (
+    Attachment,
+    CacheBypassWarning,
+    attach,
+    attachment_of,
+)
+from npu_prompt_cache.integrations.transformers.identity import identity_of
+from npu_prompt_cache.integrations.transformers.models import SUPPORTED_MODEL_TYPES, check_supported, layout_of
+from npu_prompt_cache.integrations.transformers.paged_cache import PagedCache
+
+__all__ = [
+    "SUPPORTED_MODEL_TYPES",
+    "Attachment",
+    "CacheBypassWarning",
+    "PagedCache",
+    "attach",
+    "attachment_of",
+    "check_supported",
+    "identity_of",
+    "layout_of",
+]

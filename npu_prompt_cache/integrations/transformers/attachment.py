@@ -1,0 +1,252 @@
+"""An attached model: three methods of the instance, and the scope of a request."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+
+from npu_prompt_cache.errors import PromptCacheError, UnsupportedModel
+from npu_prompt_cache.integrations.transformers.attention import PagedForward
+from npu_prompt_cache.integrations.transformers.identity import identity_of
+from npu_prompt_cache.integrations.transformers.models import ATTENTION_PREFIX, layout_of, original_attention
+from npu_prompt_cache.integrations.transformers.paged_cache import PagedCache
+from npu_prompt_cache.integrations.transformers.request import Request, kept_rows, pack, read_request, unpack
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    from npu_prompt_cache.cache import PromptCache
+
+
+class CacheBypassWarning(RuntimeWarning):
+    """A request ran uncached because the pool could not hold it, or the runtime failed."""
+
+
+class Attachment:
+    """A cache attached to a model; made by `PromptCache.attach`. A context manager that detaches."""
+
+    def __init__(self, cache: PromptCache, model: PreTrainedModel) -> None:
+        self.cache = cache
+        self.model = model
+        #: True where closing the cache is up to `npu_prompt_cache.disable`.
+        self.owns_cache = False
+        self._own_attention = original_attention(model.config._attn_implementation)
+        self._parameters = [module._parameters for module in model.modules() if module._parameters]
+        self._positional = tuple(inspect.signature(model.forward).parameters)
+        self._scopes = threading.local()
+        self._replaced: dict[str, Any] = {}
+        self._installed = False
+        self._install()
+
+    def detach(self) -> None:
+        """Restores the model exactly. May be called again."""
+        if not self._installed:
+            return
+        self._installed = False
+        for name, before in self._replaced.items():
+            if before is None:
+                del self.model.__dict__[name]
+            else:
+                self.model.__dict__[name] = before
+        self.model.set_attn_implementation(self._own_attention)
+        self.cache._attachments.remove(self)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.detach()
+
+    def _install(self) -> None:
+        methods = {
+            "forward": self._forward,
+            "generate": self._generate,
+            "_prepare_cache_for_generation": self._prepare_cache,
+        }
+        self.model.set_attn_implementation(f"{ATTENTION_PREFIX}{self._own_attention}")
+        for name, replacement in methods.items():
+            self._replaced[name] = self.model.__dict__.get(name)
+            self.model.__dict__[name] = _Method(self, name, getattr(self.model, name), replacement)
+        self.cache._attachments.append(self)
+        self._installed = True
+
+    # -- namespace
+
+    def namespace(self) -> bytes:
+        """What K/V of this model depend on besides tokens: the model object, and its weights as they are now."""
+        parameters: list[torch.Tensor] = [p for group in self._parameters for p in group.values() if p is not None]
+        return identity_of(self.model).namespace(parameters)
+
+    # -- generate: the scope of a request
+
+    def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outer = getattr(self._scopes, "caches", None)
+        caches: list[PagedCache] = []
+        self._scopes.caches = caches
+        kept: Cache | None = None
+        try:
+            result = original(*args, **kwargs)
+            kept = getattr(result, "cache", None)
+            for cache in caches:
+                cache.publish()
+            return result
+        finally:
+            self._scopes.caches = outer
+            for cache in caches:
+                cache.in_generate = False
+                if cache is not kept:
+                    cache.release()
+
+    def _prepare_cache(
+        self,
+        original: Callable[..., Any],
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        caches: list[PagedCache] | None = getattr(self._scopes, "caches", None)
+        serves = (
+            caches is not None
+            and model_kwargs.get("cache") is None
+            and generation_config.use_cache is not False
+            and generation_config.cache_implementation is None
+            and generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+            and not generation_config.is_assistant
+        )
+        if not serves or caches is None:
+            original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+            return
+        pad = generation_config._pad_token_tensor
+        paged = self._new_cache(in_generate=True, pad_token_id=None if pad is None else int(pad))
+        caches.append(paged)
+        model_kwargs["cache"] = paged
+
+    # -- forward
+
+    def _new_cache(self, in_generate: bool, pad_token_id: int | None = None) -> PagedCache:
+        return PagedCache(self.cache, self.model, self.namespace, in_generate, pad_token_id)
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kwargs.update(zip(self._positional, args, strict=False))
+        if "past_key_values" in kwargs and kwargs.get("cache") is None:
+            kwargs["cache"] = kwargs.pop("past_key_values")
+        cache = kwargs.get("cache")
+        paged = cache if isinstance(cache, PagedCache) and cache.is_of(self.cache, self.model) else None
+        request = read_request(self.model, kwargs, paged)
+        if request is not None:
+            is_new = paged is None
+            if paged is None:
+                paged = self._new_cache(in_generate=False)
+            try:
+                skips = paged.begin(request)
+            except PromptCacheError as error:
+                warnings.warn(f"running uncached: {error}", CacheBypassWarning, stacklevel=2)
+                if is_new:
+                    paged = None
+            else:
+                return self._run(original, kwargs, paged, request, skips)
+        if isinstance(cache, PagedCache):
+            kwargs["cache"] = cache.to_dense()
+        return original(**kwargs)
+
+    def _run(
+        self,
+        original: Callable[..., Any],
+        kwargs: dict[str, Any],
+        paged: PagedCache,
+        request: Request,
+        skips: list[int],
+    ) -> CausalLMOutputWithPast:
+        first = paged.is_empty
+        try:
+            batch = paged.batch(request, skips)
+            rows, positions = pack(request, batch, skips)
+            forward = PagedForward(self.cache, batch)
+            with paged.running(forward):
+                output = original(
+                    input_ids=rows,
+                    position_ids=positions,
+                    attention_mask=_NO_MASK,
+                    cache=paged,
+                    use_cache=True,
+                    logits_to_keep=kept_rows(request, batch, skips),
+                    return_dict=True,
+                    paged_forward=forward,
+                )
+            forward.check_complete(self.model)
+            paged.advance(request.input_ids)
+        except BaseException:
+            if first:  # nobody else can give these back
+                paged.release()
+            raise
+        output.logits = unpack(output.logits, request)
+        return output  # type: ignore[no-any-return]
+
+
+class _Method:
+    """An instance attribute over a method of the model; a copy of the model gets the plain method."""
+
+    def __init__(
+        self, attachment: Attachment, name: str, original: Callable[..., Any], replacement: Callable[..., Any]
+    ) -> None:
+        self.attachment = attachment
+        self._name = name
+        self._original = original
+        self._replacement = replacement
+        functools.update_wrapper(self, original)  # generate() reads the signature of forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replacement(self._original, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> types.MethodType:
+        copied_model = memo[id(self.attachment.model)]
+        return types.MethodType(getattr(type(copied_model), self._name), copied_model)
+
+
+def attach(cache: PromptCache, model: PreTrainedModel) -> Attachment:
+    """Attaches `cache` to `model`; see `PromptCache.attach`."""
+    if _attached(model) is not None:
+        raise ValueError(f"{type(model).__name__} has a cache attached already; detach it first")
+    layout = layout_of(model, cache.layout.block_size)
+    if layout != cache.layout:
+        raise ValueError(f"the cache's layout {cache.layout} does not fit {type(model).__name__}, which has {layout}")
+    if cache.config.device_type != "cpu" or model.device.type != "cpu":
+        raise UnsupportedModel(
+            f"{type(model).__name__} is on {model.device}, the cache on {cache.config.device}: this version attends "
+            "over the pool on the CPU only"
+        )
+    return Attachment(cache, model)
+
+
+def attachment_of(model: PreTrainedModel) -> Attachment:
+    """The attachment of a model.
+
+    Raises:
+        ValueError: it has none.
+    """
+    attachment = _attached(model)
+    if attachment is None:
+        raise ValueError(f"{type(model).__name__} has no cache attached")
+    return attachment
+
+
+def _attached(model: PreTrainedModel) -> Attachment | None:
+    method = getattr(model, "__dict__", {}).get("forward")
+    return method.attachment if isinstance(method, _Method) else None
+
+
+#: A mask that is 4-D already is passed through by the models' mask functions: the batch knows what attends to what.
+_NO_MASK = torch.empty(1, 1, 0, 0)

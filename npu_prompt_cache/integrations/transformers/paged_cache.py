@@ -1,0 +1,233 @@
+"""The transformers `Cache` whose K/V lie in the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+
+from npu_prompt_cache.attention.cpu import PagedBatch, Sequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from npu_prompt_cache.cache import Lease, PromptCache
+    from npu_prompt_cache.integrations.transformers.attention import PagedForward
+    from npu_prompt_cache.integrations.transformers.request import Request
+
+
+class PagedCache(Cache):
+    """The `Cache` that an attached model is given: its K/V lie in the pool, held by one lease a row.
+
+    To code that only passes it on it looks like a ``DynamicCache``. Code that reaches into it (``layers``, ``crop``,
+    ``reorder_cache``, …) gets one: the K/V are copied out and the request goes on uncached, with right results.
+    """
+
+    layer_class_to_replicate = None
+    offloading = False
+
+    def __init__(
+        self,
+        prompt_cache: PromptCache,
+        model: PreTrainedModel,
+        namespace: Callable[[], bytes],
+        in_generate: bool,
+        pad_token_id: int | None = None,
+    ) -> None:
+        self.prompt_cache = prompt_cache
+        self._model = model
+        self._namespace = namespace
+        #: Made by a generate() that is still running: it publishes at its end, and its masks need no look.
+        self.in_generate = in_generate
+        self._pad_token_id = pad_token_id
+        self._leases: list[Lease] = []
+        self._starts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._prompts: list[npt.NDArray[np.int64]] = []  # token ids of each row, as far as the first forward saw
+        self._later: list[torch.Tensor] = []  # ids [batch, n] of each later forward, on the model's device
+        self._columns = 0  # padding and tokens so far, the same for all rows
+        self._forward: PagedForward | None = None
+        self._dense: DynamicCache | None = None
+
+    # -- as a transformers Cache
+
+    @property
+    def layers(self) -> list[Any]:  # type: ignore[override]
+        """The layers of the dense cache that this one becomes when it is asked for them."""
+        return self.to_dense().layers
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the new tokens' K/V into the pool (inside a cached forward) or into the dense cache."""
+        if self._forward is None:
+            return self.to_dense().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._forward.write(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns so far: what the longest row holds."""
+        return self._columns if self._dense is None else int(self._dense.get_seq_length(layer_idx))
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: it grows as long as the pool has room, and goes on outside the pool then."""
+        return -1
+
+    def __len__(self) -> int:
+        return self.prompt_cache.layout.num_layers
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: its shapes grow."""
+        return False
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """No layer has a recurrent state."""
+        return [False] * len(self)
+
+    is_sliding = is_dummy = is_linear
+
+    def __repr__(self) -> str:
+        where = "dense" if self._dense is not None else "in the pool"
+        return f"PagedCache(rows={len(self._leases)}, length={self.get_seq_length()}, {where})"
+
+    # -- as the integration's
+
+    def is_of(self, prompt_cache: PromptCache, model: PreTrainedModel) -> bool:
+        """True where this is the cache of that model in that pool: K/V of another model would be published as its."""
+        return self.prompt_cache is prompt_cache and self._model is model
+
+    @property
+    def dense(self) -> DynamicCache | None:
+        """What this cache became when it left the pool; None before."""
+        return self._dense
+
+    @property
+    def is_empty(self) -> bool:
+        """True before the first forward."""
+        return self._columns == 0
+
+    @property
+    def rows(self) -> int:
+        """Sequences of the batch; 0 before the first forward."""
+        return len(self._leases)
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Columns of left padding of each row."""
+        return self._starts
+
+    def begin(self, request: Request) -> list[int]:
+        """Makes room for a forward of the request's columns. Returns, for each row, its new tokens that are cached.
+
+        Raises:
+            PromptCacheError: the pool cannot hold it; the cache is as it was.
+        """
+        columns = request.input_ids.shape[1]
+        if not self.is_empty:
+            self._extend(columns)
+            return [0] * len(self._leases)
+        cache, leases = self.prompt_cache, self._leases
+        ids = request.input_ids.numpy(force=True)
+        namespace = self._namespace()
+        prompts = [row[start:] for row, start in zip(ids, request.starts, strict=True)]
+        try:
+            for prompt, start in zip(prompts, request.starts, strict=True):
+                first_kept = max(int(request.kept.min()) - int(start), 0)
+                leases.append(cache._acquire(namespace, prompt, first_kept, None))
+        except BaseException:
+            self.release()
+            raise
+        self._prompts, self._starts = prompts, request.starts
+        return [lease.cached_tokens for lease in leases]
+
+    def _extend(self, columns: int) -> None:
+        for lease, start in zip(self._leases, self._starts, strict=True):
+            # A row that was extended before another one failed keeps its slots.
+            lease.extend(max(0, self._columns - int(start) + columns - lease.length))
+
+    def batch(self, request: Request, skips: list[int]) -> PagedBatch:
+        """The packed batch of the request's columns, without `skips` tokens at the beginning of each row."""
+        columns = request.input_ids.shape[1]
+        sequences, slots, at = [], [], 0
+        layout = self.prompt_cache.layout
+        for lease, start, skip in zip(self._leases, self._starts, skips, strict=True):
+            length = self._columns - int(start) + columns
+            first = max(self._columns - int(start), 0) + skip
+            slots.append(lease.slots(first, length))
+            sequences.append(Sequence(at, at + length - first, length, lease.block_table))
+            at += length - first
+        return PagedBatch(sequences, np.concatenate(slots), layout.block_size, layout.dtype)
+
+    @contextmanager
+    def running(self, forward: PagedForward) -> Iterator[None]:
+        """The model's forward runs: `update` writes into the pool."""
+        self._forward = forward
+        try:
+            yield
+        finally:
+            self._forward = None
+
+    def advance(self, input_ids: torch.Tensor) -> None:
+        """The forward went well: its tokens' K/V are in the pool."""
+        if not self.is_empty:
+            self._later.append(input_ids)
+        self._columns += input_ids.shape[1]
+        if not self.in_generate:
+            self.publish()
+
+    def publish(self) -> None:
+        """Commits every row as far as it was computed."""
+        if self._dense is not None or self.is_empty:
+            return
+        later = torch.cat(self._later, dim=1).numpy(force=True) if self._later else None
+        for row, lease in enumerate(self._leases):
+            ids = self._prompts[row]
+            if later is not None:
+                ids = np.concatenate([ids, _without_padding(later[row], self._pad_token_id)])
+            lease.commit(ids)
+
+    def release(self) -> None:
+        """Gives the leases back; what was not published is lost."""
+        leases, self._leases = self._leases, []
+        for lease in leases:
+            if not lease.released:
+                lease.release()
+
+    def to_dense(self) -> DynamicCache:
+        """Copies the K/V out of the pool, left-padded, into the `DynamicCache` that this cache is from now on."""
+        if self._dense is None:
+            cache, dense = self.prompt_cache, DynamicCache(config=self._model.config)
+            lengths = [self._columns - int(start) for start in self._starts]
+            if not self.is_empty:
+                slots = [torch.from_numpy(lease.slots(0, n)) for lease, n in zip(self._leases, lengths, strict=True)]
+                for layer in range(len(self)):
+                    dense.update(self._rows(cache.key(layer), slots), self._rows(cache.value(layer), slots), layer)
+            self._dense = dense
+            self.release()
+        return self._dense
+
+    def _rows(self, plane: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
+        flat = plane.view(-1, *plane.shape[2:])
+        rows = plane.new_zeros(len(slots), self._columns, *plane.shape[2:])
+        for row, of_row in enumerate(slots):
+            rows[row, self._columns - len(of_row) :] = flat[of_row.to(plane.device)]
+        return rows.transpose(1, 2).contiguous()
+
+
+def _without_padding(ids: npt.NDArray[np.int64], pad_token_id: int | None) -> npt.NDArray[np.int64]:
+    """Generated ids without the padding that follows a row's end; one is left: it may be the end-of-sequence token."""
+    if pad_token_id is None or len(ids) == 0 or ids[-1] != pad_token_id:
+        return ids
+    others = np.flatnonzero(ids != pad_token_id)
+    return ids[: (others[-1] + 2 if len(others) else 1)]

@@ -1,0 +1,138 @@
+"""What a forward is asked for, as the cache serves it: checked, packed, and unpacked again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from npu_prompt_cache.attention.cpu import PagedBatch
+    from npu_prompt_cache.integrations.transformers.paged_cache import PagedCache
+
+#: Arguments of a forward that this integration understands; any other that is not None bypasses the cache.
+_UNDERSTOOD = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep", "return_dict"}
+)
+_FORBIDDEN_WHEN_TRUE = frozenset({"output_attentions", "output_hidden_states"})
+
+
+class Request(NamedTuple):
+    """The arguments of a forward that the cache serves."""
+
+    input_ids: torch.Tensor  # [batch, columns]
+    starts: npt.NDArray[np.int64]  # [batch]: columns of left padding
+    kept: npt.NDArray[np.int64]  # columns whose logits are asked for
+
+
+def read_request(model: PreTrainedModel, kwargs: dict[str, Any], paged: PagedCache | None) -> Request | None:
+    """The arguments as the cache serves them, or None where they ask for something that it does not."""
+    ids = kwargs.get("input_ids")
+    if (
+        ids is None
+        or ids.ndim != 2
+        or ids.numel() == 0
+        or model.training
+        or (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()))
+        or (kwargs.get("cache") is not None and (paged is None or paged.dense is not None))
+        or (paged is not None and paged.rows not in (0, len(ids)))
+        or not _first_of(kwargs.get("use_cache"), model.config.use_cache)
+        or not _first_of(kwargs.get("return_dict"), model.config.return_dict)
+        or any(value is not None for name, value in kwargs.items() if name not in _UNDERSTOOD | _FORBIDDEN_WHEN_TRUE)
+        or any(_first_of(kwargs.get(name), getattr(model.config, name, None)) for name in _FORBIDDEN_WHEN_TRUE)
+        or getattr(model, "_hf_peft_config_loaded", False)
+    ):
+        return None
+    batch, columns = ids.shape
+    past = 0 if paged is None else paged.get_seq_length()
+    if past and paged is not None and paged.in_generate:
+        starts = np.zeros(batch, np.int64)  # generate() only adds a column of ones
+    else:
+        checked = _left_padding(kwargs.get("attention_mask"), batch, past, columns, paged)
+        if checked is None or not _positions_are_natural(kwargs.get("position_ids"), checked, past, columns):
+            return None
+        starts = checked if past == 0 else np.zeros(batch, np.int64)
+    kept = _kept_columns(kwargs.get("logits_to_keep", 0), columns)
+    return None if kept is None else Request(ids, starts, kept)
+
+
+def _first_of(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
+def _left_padding(
+    mask: torch.Tensor | None, batch: int, past: int, columns: int, paged: PagedCache | None
+) -> npt.NDArray[np.int64] | None:
+    """Columns of left padding of each row, or None where the mask is anything else than left padding."""
+    known = paged.starts if paged is not None and past else None
+    if mask is None:
+        # Without a mask the model attends to padding that the cache holds, and has its reasons.
+        return None if known is not None and known.any() else np.zeros(batch, np.int64)
+    if mask.ndim != 2 or tuple(mask.shape) != (batch, past + columns):
+        return None
+    seen = mask.numpy(force=True) != 0
+    starts = (past + columns - seen.sum(axis=1)).astype(np.int64)
+    is_left_padding = bool((seen == (np.arange(past + columns) >= starts[:, None])).all())
+    fits = bool((starts == known).all()) if known is not None else bool((starts < columns).all())
+    return starts if is_left_padding and fits else None
+
+
+def _positions_are_natural(
+    positions: torch.Tensor | None, starts: npt.NDArray[np.int64], past: int, columns: int
+) -> bool:
+    """True where each row counts its own tokens from 0."""
+    if positions is None:
+        # The model would count columns, padding included: the same only where there is none.
+        return not starts.any()
+    if positions.ndim != 2 or positions.shape[1] != columns:
+        return False
+    at = np.arange(past, past + columns) - starts[:, None]
+    given = np.broadcast_to(positions.numpy(force=True), at.shape)
+    return bool(((given == at) | (at < 0)).all())
+
+
+def _kept_columns(keep: int | torch.Tensor, columns: int) -> npt.NDArray[np.int64] | None:
+    """Columns whose logits are asked for, or None where they are asked for in a way that is not served."""
+    if isinstance(keep, int):
+        return np.arange(0 if keep == 0 else max(columns - keep, 0), columns)
+    if keep.ndim != 1 or keep.numel() == 0 or keep.dtype == torch.bool:
+        return None
+    kept: npt.NDArray[np.int64] = keep.numpy(force=True).astype(np.int64)
+    kept = np.where(kept < 0, kept + columns, kept)
+    return kept if bool(((kept >= 0) & (kept < columns)).all()) else None
+
+
+def pack(request: Request, batch: PagedBatch, skips: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new tokens of all rows, and their positions, each ``[1, tokens]``."""
+    rows = [row[int(start) + skip :] for row, start, skip in zip(request.input_ids, request.starts, skips, strict=True)]
+    positions = [
+        torch.arange(sequence.kv_length - (sequence.stop - sequence.start), sequence.kv_length)
+        for sequence in batch.sequences
+    ]
+    device = request.input_ids.device
+    return torch.cat(rows).unsqueeze(0), torch.cat(positions).unsqueeze(0).to(device)
+
+
+def _packed_places(request: Request, batch: PagedBatch, skips: list[int]) -> npt.NDArray[np.int64]:
+    """``[batch, kept]``: where each column asked for stands in the packed row; -1 for padding."""
+    first = np.array([sequence.start for sequence in batch.sequences]) - request.starts - np.array(skips)
+    return np.where(request.kept >= request.starts[:, None], request.kept + first[:, None], -1)
+
+
+def kept_rows(request: Request, batch: PagedBatch, skips: list[int]) -> torch.Tensor:
+    """Places in the packed row whose logits are asked for; padding asks for place 0, and gets no use of it."""
+    places = _packed_places(request, batch, skips).clip(min=0)
+    return torch.from_numpy(places.reshape(-1)).to(request.input_ids.device)
+
+
+def unpack(logits: torch.Tensor, request: Request) -> torch.Tensor:
+    """Logits ``[1, batch * kept, vocabulary]`` as ``[batch, kept, vocabulary]``; those of padding are 0."""
+    shaped = logits.view(len(request.starts), len(request.kept), -1)
+    padding = request.kept < request.starts[:, None]
+    if padding.any():
+        shaped[torch.from_numpy(padding).to(logits.device)] = 0
+    return shaped
