@@ -184,6 +184,7 @@ py::typing::Dict<py::str, py::object> stats_of(const PromptCache& cache) {
   out["hit_tokens"] = s.hit_tokens;
   out["committed_blocks"] = s.committed_blocks;
   out["evicted_blocks"] = s.evicted_blocks;
+  out["superseded_blocks"] = s.superseded_blocks;
   out["entries"] = s.entries;
   out["pinned_entries"] = s.pinned_entries;
   out["leases"] = s.leases;

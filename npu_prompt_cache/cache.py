@@ -44,7 +44,8 @@ class Stats:
         lookup_tokens: tokens they asked for.
         hit_tokens: of these, found.
         committed_blocks: entries published.
-        evicted_blocks: entries evicted for room, or dropped because a longer entry covers them.
+        evicted_blocks: entries evicted for room, or by `PromptCache.clear`.
+        superseded_blocks: entries dropped because a longer one covers them: a conversation that went on.
         entries: entries now.
         pinned_entries: of these, held by a lease.
         leases: leases now.
@@ -65,6 +66,7 @@ class Stats:
     hit_tokens: int
     committed_blocks: int
     evicted_blocks: int
+    superseded_blocks: int
     entries: int
     pinned_entries: int
     leases: int

@@ -71,7 +71,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=_integer(1, 1024),
         default=argparse.SUPPRESS,
         metavar="N",
-        help="threads that compute (default: what torch chooses)",
+        help="threads that compute; 1 is steadier on a busy machine (default: what torch chooses)",
     )
     parser.add_argument(
         "--output",

@@ -39,7 +39,7 @@ LookedUp Cache::lookup(std::string_view name_space, const Token* tokens, int64_t
 }
 
 Acquired Cache::acquire(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit,
-                        Ticket newest, bool counted) {
+                        Ticket newest, StreamId stream, bool counted) {
   std::lock_guard lock(mutex_);
   check_open();
   size_t table_blocks = blocks_for(count, options_.block_size);
@@ -85,6 +85,11 @@ Acquired Cache::acquire(std::string_view name_space, const Token* tokens, int64_
     BlockId own = lease->blocks[match.path.size()];
     result.copy = RowCopy{match.tail.entry->block, own, match.tail.tokens};
   }
+  auto read = [&](const Entry* entry) {
+    if (entry->writer != stream) result.written = std::max(result.written, entry->written);
+  };
+  std::for_each(match.path.begin(), match.path.end(), read);
+  if (match.tail.entry != nullptr) read(match.tail.entry);
   lease->root = root;
   lease->path = std::move(match.path);
   if (match.tail.entry != nullptr) lease->held.push_back(match.tail.entry);
@@ -138,7 +143,8 @@ void Cache::check_commit(const Lease* lease, const Token* tokens, int64_t count)
 }
 
 // Publishes the next `count` tokens of the lease (one block's, or the part there is of the last one).
-int64_t Cache::publish_block(Lease* lease, const Token* tokens, int32_t count) {
+int64_t Cache::publish_block(Lease* lease, const Token* tokens, int32_t count, Ticket written,
+                             StreamId stream) {
   size_t index = lease->path.size();
   Entry* parent = index == 0 ? lease->root : lease->path.back();
   bool full = count == options_.block_size;
@@ -159,12 +165,14 @@ int64_t Cache::publish_block(Lease* lease, const Token* tokens, int32_t count) {
     pool_.publish(entry->block);
     counters_.committed_blocks += 1;
   }
+  entry->written = written;
+  entry->writer = stream;
   if (full) lease->path.push_back(entry);
   lease->tail = full ? nullptr : entry;
   return news;
 }
 
-int64_t Cache::commit(Lease* lease, const Token* tokens, int64_t count) {
+int64_t Cache::commit(Lease* lease, const Token* tokens, int64_t count, Ticket written, StreamId stream) {
   std::lock_guard lock(mutex_);
   check_open();
   check_commit(lease, tokens, count);
@@ -183,7 +191,8 @@ int64_t Cache::commit(Lease* lease, const Token* tokens, int64_t count) {
 
   int64_t news = 0;
   for (int64_t at = start; at < count; at += block_size) {
-    news += publish_block(lease, tokens + at, static_cast<int32_t>(std::min(block_size, count - at)));
+    news += publish_block(lease, tokens + at, static_cast<int32_t>(std::min(block_size, count - at)), written,
+                          stream);
   }
   lease->known = std::move(known);
   lease->committed = count;
@@ -296,7 +305,7 @@ void Cache::drop_if_covered(Entry* entry) {
   if (entry->pins > 0 || !tree_.is_covered(entry)) return;
   Ticket last_use = entry->last_use;
   pool_.retire(tree_.remove(entry), last_use);
-  counters_.evicted_blocks += 1;
+  counters_.superseded_blocks += 1;
 }
 
 void Cache::check_open() const {

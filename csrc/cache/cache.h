@@ -38,12 +38,13 @@ struct CacheOptions {
 };
 
 struct CacheStats {
-  uint64_t lookups = 0;           // acquire and lookup calls that succeeded
-  uint64_t hits = 0;              // of these, with at least one cached token
-  uint64_t lookup_tokens = 0;     // tokens asked for
-  uint64_t hit_tokens = 0;        // of these, found
-  uint64_t committed_blocks = 0;  // entries published
-  uint64_t evicted_blocks = 0;    // entries evicted for room, or dropped because a longer one covers them
+  uint64_t lookups = 0;            // acquire and lookup calls that succeeded
+  uint64_t hits = 0;               // of these, with at least one cached token
+  uint64_t lookup_tokens = 0;      // tokens asked for
+  uint64_t hit_tokens = 0;         // of these, found
+  uint64_t committed_blocks = 0;   // entries published
+  uint64_t evicted_blocks = 0;     // entries evicted for room, or by clear()
+  uint64_t superseded_blocks = 0;  // entries dropped because a longer one covers them
   size_t entries = 0, leases = 0, pinned_entries = 0;
   size_t free_blocks = 0, leased_blocks = 0, cached_blocks = 0, fenced_blocks = 0, usable_blocks = 0;
 };
@@ -84,6 +85,7 @@ struct Acquired {
   Lease* lease = nullptr;  // null: try again once ticket `wait_for` has passed
   std::optional<RowCopy> copy;
   Ticket wait_for = 0;
+  Ticket written = 0;  // wait for this ticket before reading what was found: another stream writes it
 };
 
 struct LookedUp {
@@ -104,7 +106,7 @@ class Cache {
   // newest ticket handed out: when it has passed, all blocks that are fenced now are free. `counted` = false
   // leaves the hit statistics alone.
   Acquired acquire(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit,
-                   Ticket newest, bool counted = true);
+                   Ticket newest, StreamId stream = nullptr, bool counted = true);
 
   // Slots for `count` more tokens. Returns 0 when done; else the ticket to wait for before the next try.
   Ticket extend(Lease* lease, int64_t count, Ticket newest);
@@ -112,7 +114,8 @@ class Cache {
   // Publishes tokens [0, count): their K/V are in the lease's slots, or will be once the stream's work so far
   // has run. cached <= count <= length; tokens must begin as acquired and as committed before. Returns the
   // number of tokens that were not cached before.
-  int64_t commit(Lease* lease, const Token* tokens, int64_t count);
+  int64_t commit(Lease* lease, const Token* tokens, int64_t count, Ticket written = 0,
+                 StreamId stream = nullptr);
 
   // Ends the lease and deletes it; what it did not commit is lost. Its blocks may be read until `last_use`.
   void release(Lease* lease, Ticket last_use);
@@ -140,7 +143,7 @@ class Cache {
   void drop_if_covered(Entry* entry);
   void check_open() const;
   void check_commit(const Lease* lease, const Token* tokens, int64_t count) const;
-  int64_t publish_block(Lease* lease, const Token* tokens, int32_t count);
+  int64_t publish_block(Lease* lease, const Token* tokens, int32_t count, Ticket written, StreamId stream);
   std::string room_message(const char* what, size_t wanted_blocks) const;
 
   const CacheOptions options_;

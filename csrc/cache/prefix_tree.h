@@ -34,11 +34,13 @@ struct Entry {
   Entry* older = nullptr;  // list by recency: linked if and only if pins == 0 and this is no root
   Entry* newer = nullptr;
   std::unique_ptr<Token[]>
-      tokens;               // never changed in place; only the lease that wrote the block may lengthen it
-  Ticket last_use = 0;      // the block may be read by work up to this ticket
-  uint32_t priority = 0;    // treap heap order: no child above its parent
-  int32_t token_count = 0;  // 1 ... block_size; 0 for a root
-  int32_t pins = 0;         // a pinned entry has pinned ancestors: leases pin whole paths
+      tokens;                 // never changed in place; only the lease that wrote the block may lengthen it
+  Ticket last_use = 0;        // the block may be read by work up to this ticket
+  Ticket written = 0;         // the block is written once this ticket has passed
+  StreamId writer = nullptr;  // or, on this stream, for whatever is enqueued from now on
+  uint32_t priority = 0;      // treap heap order: no child above its parent
+  int32_t token_count = 0;    // 1 ... block_size; 0 for a root
+  int32_t pins = 0;           // a pinned entry has pinned ancestors: leases pin whole paths
   BlockId block = 0;
 };
 

@@ -15,6 +15,9 @@ using BlockId = int32_t;
 // compares them.
 using Ticket = uint64_t;
 
+// Names a stream of work; compared, never followed.
+using StreamId = const void*;
+
 // The pool cannot hold the request, even after every entry that may be evicted was.
 struct PoolExhausted : std::runtime_error {
   using std::runtime_error::runtime_error;

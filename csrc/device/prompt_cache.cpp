@@ -62,10 +62,10 @@ LookedUp PromptCache::lookup(std::string_view name_space, const Token* tokens, i
 }
 
 Acquired PromptCache::acquire_blocks(std::string_view name_space, const Token* tokens, int64_t count,
-                                     int64_t limit, bool counted) {
+                                     int64_t limit, acl::Stream stream, bool counted) {
   for (;;) {
     cache_->pass(fences_->poll());
-    Acquired acquired = cache_->acquire(name_space, tokens, count, limit, fences_->newest(), counted);
+    Acquired acquired = cache_->acquire(name_space, tokens, count, limit, fences_->newest(), stream, counted);
     if (acquired.lease != nullptr) return acquired;
     fences_->wait(acquired.wait_for);
   }
@@ -75,13 +75,14 @@ std::shared_ptr<LeaseHandle> PromptCache::acquire(std::string_view name_space, c
                                                   int64_t count, int64_t limit, acl::Stream stream) {
   check_usable();
   std::shared_ptr<Region> region = this->region();
-  Acquired acquired = acquire_blocks(name_space, tokens, count, limit, true);
+  acl::Stream on = stream != nullptr ? stream : own_stream_;
+  Acquired acquired = acquire_blocks(name_space, tokens, count, limit, on, true);
   // From here on the handle releases, whatever happens: after the copies that were enqueued (P5, P6).
-  auto handle = std::make_shared<LeaseHandle>(shared_from_this(), acquired.lease,
-                                              stream != nullptr ? stream : own_stream_,
+  auto handle = std::make_shared<LeaseHandle>(shared_from_this(), acquired.lease, on,
                                               cache_->cached_tokens(acquired.lease));
+  if (acquired.written != 0) fences_->wait(acquired.written);
   if (acquired.copy) {
-    region->copy_rows(*acquired.copy, stream != nullptr ? stream : own_stream_);
+    region->copy_rows(*acquired.copy, on);
     if (stream == nullptr) synchronize_own_stream();
   }
   return handle;
@@ -93,9 +94,10 @@ int64_t PromptCache::insert(std::string_view name_space, const Token* tokens, in
   std::shared_ptr<Region> region = this->region();
   acl::Stream on = stream != nullptr ? stream : own_stream_;
   if (cache_->lookup(name_space, tokens, count, false).cached_tokens == count) return 0;
-  Acquired acquired = acquire_blocks(name_space, tokens, count, count - 1, false);
+  Acquired acquired = acquire_blocks(name_space, tokens, count, count - 1, on, false);
   int64_t cached = cache_->cached_tokens(acquired.lease);
   LeaseHandle handle(shared_from_this(), acquired.lease, on, cached);
+  if (acquired.written != 0) fences_->wait(acquired.written);
   if (acquired.copy) region->copy_rows(*acquired.copy, on);
   std::vector<Source> rest = sources;
   for (size_t p = 0; p < rest.size(); ++p) {
@@ -205,7 +207,9 @@ void LeaseHandle::extend(int64_t count) {
 
 int64_t LeaseHandle::commit(const Token* tokens, int64_t count) {
   auto held = lock();
-  int64_t news = cache_->cache_->commit(live(), tokens, count);
+  Lease* lease = live();
+  Ticket written = cache_->fences_->take(stream_);
+  int64_t news = cache_->cache_->commit(lease, tokens, count, written, stream_);
   cache_->cache_->pass(cache_->fences_->poll());
   return news;
 }

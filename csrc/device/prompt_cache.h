@@ -89,7 +89,7 @@ class PromptCache : public std::enable_shared_from_this<PromptCache> {
  private:
   friend class LeaseHandle;
   Acquired acquire_blocks(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit,
-                          bool counted);
+                          acl::Stream stream, bool counted);
   void extend(Lease* lease, int64_t count);
   void release(Lease* lease, acl::Stream stream);
   void synchronize_own_stream();

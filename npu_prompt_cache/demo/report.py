@@ -166,7 +166,7 @@ def _totals_text(result: Result) -> str:
         (
             "prefill time",
             f"{sums.prefill_ms_without / 1e3:.1f} s without the cache, {sums.prefill_ms_with / 1e3:.1f} s with it: "
-            f"{sums.prefill_time_saved:.1%} saved; median speed-up {median_speedup(result.requests):.1f}x",
+            f"{_saved(sums.prefill_time_saved)}; median speed-up {median_speedup(result.requests):.1f}x",
         ),
         (
             "whole requests",
@@ -182,6 +182,10 @@ def _totals_text(result: Result) -> str:
         ("copies", copies),
     )
     return "\n".join(f"{name:<15} {text}" for name, text in lines)
+
+
+def _saved(share: float) -> str:
+    return f"{share:.1%} saved" if share >= 0 else f"{-share:.1%} more"
 
 
 def _checks_text(checks: Sequence[Check]) -> str:

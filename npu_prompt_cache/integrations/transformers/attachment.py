@@ -145,7 +145,7 @@ class Attachment:
             kwargs["cache"] = kwargs.pop("past_key_values")
         cache = kwargs.get("cache")
         paged = cache if isinstance(cache, PagedCache) and cache.is_of(self.cache, self.model) else None
-        request = read_request(self.model, kwargs, paged)
+        request = read_request(self.cache, self.model, kwargs, paged)
         if request is not None:
             is_new = paged is None
             if paged is None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from npu_prompt_cache.attention.cpu import PagedBatch
+    from npu_prompt_cache.cache import PromptCache
     from npu_prompt_cache.integrations.transformers.paged_cache import PagedCache
 
 #: Arguments of a forward that this integration understands; any other that is not None bypasses the cache.
@@ -29,7 +30,9 @@ class Request(NamedTuple):
     kept: npt.NDArray[np.int64]  # columns whose logits are asked for
 
 
-def read_request(model: PreTrainedModel, kwargs: dict[str, Any], paged: PagedCache | None) -> Request | None:
+def read_request(
+    cache: PromptCache, model: PreTrainedModel, kwargs: dict[str, Any], paged: PagedCache | None
+) -> Request | None:
     """The arguments as the cache serves them, or None where they ask for something that it does not."""
     ids = kwargs.get("input_ids")
     if (
@@ -37,6 +40,9 @@ def read_request(model: PreTrainedModel, kwargs: dict[str, Any], paged: PagedCac
         or ids.ndim != 2
         or ids.numel() == 0
         or model.training
+        or torch.is_autocast_enabled(ids.device.type)
+        or model.dtype != cache.layout.dtype
+        or model.device.type != cache.config.device_type
         or (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()))
         or (kwargs.get("cache") is not None and (paged is None or paged.dense is not None))
         or (paged is not None and paged.rows not in (0, len(ids)))
