@@ -9,7 +9,7 @@ import torch
 import npu_prompt_cache as npc
 from npu_prompt_cache import sim
 
-# Tiny models gain nothing from threads, and threads that wait for each other by spinning lose minutes on a busy machine.
+# Tiny models gain nothing from threads, and threads that spin while they wait lose minutes on a busy machine.
 torch.set_num_threads(1)
 
 
