@@ -7,6 +7,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -525,6 +526,37 @@ def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model) -> None:
         assert model(tokens(5)).logits.abs().sum() > 0
     copied.generate(tokens(5), max_new_tokens=2)
     assert cache.stats().lookups == 1
+
+
+def test_an_attached_model_can_be_saved(model, tmp_path: Path) -> None:
+    plain = model.generate(tokens(5), max_new_tokens=3, do_sample=False)
+    npc.enable(model, pool_bytes=64 << 20)
+    torch.save(model, tmp_path / "model.pt")
+    model.save_pretrained(tmp_path / "pretrained")
+    for loaded in (
+        torch.load(tmp_path / "model.pt", weights_only=False),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained"),
+    ):
+        assert "attachment" not in vars(vars(loaded).get("forward", loaded))
+        assert torch.equal(loaded.generate(tokens(5), max_new_tokens=3, do_sample=False), plain)
+
+
+def test_autocast_and_another_dtype_run_untouched(model) -> None:
+    prompt = tokens(12)
+
+    def run() -> list[torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            first = model.generate(prompt, max_new_tokens=3, do_sample=False)
+        model.to(torch.bfloat16)
+        second = model.generate(prompt, max_new_tokens=3, do_sample=False)
+        model.to(torch.float32)
+        return [first, second]
+
+    plain = run()
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    for ours, theirs in zip(run(), plain, strict=True):
+        assert torch.equal(ours, theirs)
+    assert bypasses(cache)
 
 
 def test_weights_that_changed_are_never_hit(model) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import small_layout
 
 import npu_prompt_cache as npc
 from npu_prompt_cache import _core, sim
@@ -95,3 +96,14 @@ def random_prompt(rng: random.Random, prompts: list[list[int]]) -> list[int]:
     old = rng.choice(prompts)
     cut = rng.randrange(len(old) + 1)
     return (old[:cut] + [rng.randrange(3) for _ in range(rng.randrange(1, 24))])[:80]
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+def test_one_different_token_anywhere_ends_the_hit_there(make_cache, block_size: int) -> None:
+    cache = make_cache(small_layout(block_size))
+    prompt = [5] * 300
+    with cache.acquire(prompt) as lease:
+        lease.commit(prompt)
+    for place in range(1, 300):
+        assert cache.lookup([*prompt[:place], 6, *prompt[place + 1 :]]).cached_tokens == place
+    assert cache.lookup([6, *prompt[1:]]) is None

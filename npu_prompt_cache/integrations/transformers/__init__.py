@@ -13,15 +13,10 @@ What cannot be cached runs the model's own code untouched: training, gradients, 
 user's own, beams, masks that are not left padding, outputs of hidden states or attention weights.
 """
 
-from npu_prompt_cache.integrations.transformers.attachment import (
-    Attachment,
-    CacheBypassWarning,
-    attach,
-    attachment_of,
-)
+from npu_prompt_cache.integrations.transformers.attachment import Attachment, attach, attachment_of
 from npu_prompt_cache.integrations.transformers.identity import identity_of
 from npu_prompt_cache.integrations.transformers.models import SUPPORTED_MODEL_TYPES, check_supported, layout_of
-from npu_prompt_cache.integrations.transformers.paged_cache import PagedCache
+from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache
 
 __all__ = [
     "SUPPORTED_MODEL_TYPES",

@@ -19,7 +19,7 @@ from npu_prompt_cache.errors import PromptCacheError, UnsupportedModel
 from npu_prompt_cache.integrations.transformers.attention import PagedForward
 from npu_prompt_cache.integrations.transformers.identity import identity_of
 from npu_prompt_cache.integrations.transformers.models import ATTENTION_PREFIX, layout_of, original_attention
-from npu_prompt_cache.integrations.transformers.paged_cache import PagedCache
+from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache
 from npu_prompt_cache.integrations.transformers.request import Request, kept_rows, pack, read_request, unpack
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     from npu_prompt_cache.cache import PromptCache
-
-
-class CacheBypassWarning(RuntimeWarning):
-    """A request ran uncached because the pool could not hold it, or the runtime failed."""
 
 
 class Attachment:
@@ -211,9 +207,14 @@ class _Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._replacement(self._original, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> types.MethodType:
-        copied_model = memo[id(self.attachment.model)]
-        return types.MethodType(getattr(type(copied_model), self._name), copied_model)
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # A copy, and what is unpickled elsewhere, has no cache attached. A function of this module, so that unpickling
+        # imports it: the config still names our attention function, which falls through to the model's own.
+        return _plain_method, (self.attachment.model, self._name)
+
+
+def _plain_method(model: PreTrainedModel, name: str) -> types.MethodType:
+    return types.MethodType(getattr(type(model), name), model)
 
 
 def attach(cache: PromptCache, model: PreTrainedModel) -> Attachment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from npu_prompt_cache.attention.cpu import PagedBatch, Sequence
+from npu_prompt_cache.errors import PromptCacheError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from npu_prompt_cache.cache import Lease, PromptCache
     from npu_prompt_cache.integrations.transformers.attention import PagedForward
     from npu_prompt_cache.integrations.transformers.request import Request
+
+
+class CacheBypassWarning(RuntimeWarning):
+    """A request ran uncached because the pool could not hold it, or the runtime failed."""
 
 
 class PagedCache(Cache):
@@ -195,7 +201,10 @@ class PagedCache(Cache):
             ids = self._prompts[row]
             if later is not None:
                 ids = np.concatenate([ids, _without_padding(later[row], self._pad_token_id)])
-            lease.commit(ids)
+            try:
+                lease.commit(ids)
+            except PromptCacheError as error:
+                warnings.warn(f"not cached: {error}", CacheBypassWarning, stacklevel=2)
 
     def release(self) -> None:
         """Gives the leases back; what was not published is lost."""
