@@ -318,21 +318,16 @@ PYBIND11_MODULE(_core, m) {
           py::arg("stream") = 0)
       .def("plane_capsule", &plane_capsule, py::arg("plane"), py::arg("shape"), py::arg("code"),
            py::arg("bits"), py::arg("device_type"), py::arg("device_id"))
-      .def("plane_offset",
-           [](const PromptCache& cache, size_t plane) { return cache.region()->plane_offset(plane); })
       .def("plane_address",
            [](const PromptCache& cache, size_t plane) {
              return reinterpret_cast<uintptr_t>(cache.region()->plane(plane));
            })
       .def_property_readonly("block_count",
                              [](const PromptCache& cache) { return cache.region()->block_count(); })
-      .def_property_readonly("allocated_bytes",
-                             [](const PromptCache& cache) { return cache.region()->allocated_bytes(); })
       .def_property_readonly("block_bytes", &PromptCache::block_bytes)
       .def_property_readonly("closed", &PromptCache::closed)
       .def_property_readonly("runtime_path", [](const PromptCache& cache) { return cache.runtime().path(); })
       .def_property_readonly("runtime_how", [](const PromptCache& cache) { return cache.runtime().how(); })
-      .def_property_readonly("soc_name", [](const PromptCache& cache) { return cache.runtime().soc_name(); })
       .def("stats", &stats_of)
       .def("eviction_order", &PromptCache::eviction_order,
            "Unpinned entries, the next to be evicted first, each as the tokens from the root to its last.")

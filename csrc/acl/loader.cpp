@@ -37,7 +37,6 @@ std::string bind_all(void* library, Api& api) {
   bind(library, "aclrtRecordEvent", api.aclrtRecordEvent, missing);
   bind(library, "aclrtQueryEventStatus", api.aclrtQueryEventStatus, missing);
   bind(library, "aclrtDestroyEvent", api.aclrtDestroyEvent, missing);
-  bind(library, "aclrtGetSocName", api.aclrtGetSocName, missing);
   bind(library, "aclGetRecentErrMsg", api.aclGetRecentErrMsg, missing);
   return missing;
 }

@@ -51,7 +51,6 @@ struct Api {
   Error (*aclrtRecordEvent)(Event event, Stream stream);
   Error (*aclrtQueryEventStatus)(Event event, EventRecordedStatus* status);
   Error (*aclrtDestroyEvent)(Event event);
-  const char* (*aclrtGetSocName)();
   const char* (*aclGetRecentErrMsg)();
 };
 

@@ -54,10 +54,23 @@ Region::Region(std::shared_ptr<Runtime> runtime, size_t pool_bytes, std::vector<
     block_bytes_ += bytes;
   }
   allocated_bytes_ = offset + kPlaneAlign;  // the runtime aligns to 64 bytes only
-  Runtime::Scope scope(*runtime_);
-  runtime_->check(runtime_->api().aclrtMalloc(&allocation_, allocated_bytes_, acl::kHugeFirst),
-                  "aclrtMalloc of " + std::to_string(allocated_bytes_) + " bytes for the pool");
+  allocate();
   base_ = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(allocation_), kPlaneAlign));
+}
+
+void Region::allocate() {
+  Runtime::Scope scope(*runtime_);
+  acl::Error code = runtime_->api().aclrtMalloc(&allocation_, allocated_bytes_, acl::kHugeFirst);
+  if (code == acl::kSuccess) return;
+  allocation_ = nullptr;
+  std::string doing = "aclrtMalloc of " + std::to_string(allocated_bytes_) + " bytes for the pool";
+  const char* recent = runtime_->api().aclGetRecentErrMsg();
+  std::string detail = recent != nullptr ? recent : "";  // copied: the next call may overwrite it
+  size_t free_bytes = 0, total_bytes = 0;
+  if (runtime_->api().aclrtGetMemInfo(acl::kHbmMem, &free_bytes, &total_bytes) == acl::kSuccess)
+    doing += " (" + std::to_string(free_bytes) + " of " + std::to_string(total_bytes) +
+             " bytes of the device are free)";
+  throw acl::AclError(code, doing, detail.c_str());
 }
 
 Region::~Region() {

@@ -48,11 +48,9 @@ class Region {
 
   BlockId block_count() const { return block_count_; }
   size_t block_bytes() const { return block_bytes_; }  // of one block in all planes
-  size_t allocated_bytes() const { return allocated_bytes_; }
   int32_t block_size() const { return block_size_; }
   size_t plane_count() const { return plane_block_bytes_.size(); }
   size_t plane_block_bytes(size_t plane) const { return plane_block_bytes_.at(plane); }
-  size_t plane_offset(size_t plane) const { return plane_offset_.at(plane); }
   void* plane(size_t plane) const { return base_ + plane_offset_.at(plane); }
 
   // Enqueues the copy of rows within the pool, in every plane.
@@ -69,6 +67,7 @@ class Region {
   std::array<CopyCounts, 4> copies() const;  // by acl::MemcpyKind 0 ... 3
 
  private:
+  void allocate();
   void copy(size_t plane, size_t to, const void* from, size_t bytes, acl::MemcpyKind kind,
             acl::Stream stream);
 

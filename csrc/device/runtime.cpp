@@ -34,7 +34,6 @@ Runtime::Runtime(const std::string& explicit_path, int32_t device) : loaded_(acl
   code = api().aclrtGetCurrentContext(&context_);
   if (had_context) check(api().aclrtSetCurrentContext(callers), "aclrtSetCurrentContext to the caller's");
   check(code, "aclrtGetCurrentContext");
-  if (const char* name = api().aclrtGetSocName()) soc_name_ = name;
 }
 
 void Runtime::check(acl::Error code, const std::string& doing) const {

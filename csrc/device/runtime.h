@@ -26,7 +26,6 @@ class Runtime {
   const acl::Api& api() const { return loaded_.api; }
   const std::string& path() const { return loaded_.path; }
   const std::string& how() const { return loaded_.how; }
-  const std::string& soc_name() const { return soc_name_; }
 
   // Throws AclError unless `code` is success.
   void check(acl::Error code, const std::string& doing) const;
@@ -53,7 +52,6 @@ class Runtime {
  private:
   acl::Loaded loaded_;
   acl::Context context_ = nullptr;
-  std::string soc_name_;
   unsigned fork_generation_;  // of the process that made this
 };
 
