@@ -107,6 +107,27 @@ def test_commit_may_grow_within_a_lease(make_cache) -> None:
     assert cache.stats().entries == 4
 
 
+def test_an_entry_that_grows_past_its_siblings_is_still_found(make_cache) -> None:
+    cache = make_cache()
+    prompt = list(range(20))
+    first = cache.acquire(prompt)
+    first.commit(prompt)
+    for token in (40, 60, 80):  # siblings of the part that the first request published
+        longer = [*prompt, token, token]
+        with cache.acquire(longer) as lease:
+            assert lease.cached_tokens == 20
+            lease.commit(longer)
+    for token in (70, 90):
+        first.extend(1)
+        prompt = [*prompt, token]
+        first.commit(prompt)
+        cache.check_integrity()
+        assert cache.lookup([*prompt, 5]).cached_tokens == len(prompt)
+    for token in (40, 60, 80):
+        assert cache.lookup([*prompt[:20], token, token]).cached_tokens == 22
+    first.release()
+
+
 def test_two_requests_for_one_cold_prompt_leave_one_entry(make_cache) -> None:
     cache = make_cache()
     prompt = list(range(40))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -20,11 +22,9 @@ with cache.acquire(list(range(40))) as lease:
 """
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    code = SET_UP + textwrap.dedent(program)
-    return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, check=False
-    )
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "faulthandler", "-c", SET_UP + textwrap.dedent(program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_forked_child_gets_a_typed_error_and_makes_no_call() -> None:
@@ -120,3 +120,43 @@ def test_the_process_ends_well_with_an_attached_model() -> None:
 def test_exit_in_the_middle_of_a_request() -> None:
     done = run("lease = cache.acquire([1, 2, 3])\nsys.exit(7)")
     assert (done.returncode, done.stderr) == (7, "")
+
+
+SHIM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+/* Hands every call to the simulator, and says so where it is one that gives something back. */
+static void* real(const char* name) {
+  static void* library;
+  if (!library) library = dlopen(getenv("SIMULATOR"), RTLD_NOW);
+  return dlsym(library, name);
+}
+#define FORWARD(name, say)                                                        \\
+  long name(long a, long b, long c, long d, long e, long f) {                     \\
+    if (say) fprintf(stderr, #name " was called\\n");                             \\
+    return ((long (*)(long, long, long, long, long, long))real(#name))(a, b, c, d, e, f); \\
+  }
+"""
+
+
+def test_nothing_is_called_once_the_process_is_exiting(tmp_path: Path) -> None:
+    names = re.findall(r"\(\*(acl\w+)\)\(", (Path(__file__).parent.parent / "csrc" / "acl" / "loader.h").read_text())
+    gives_back = ("aclrtFree", "aclrtDestroyStream", "aclrtDestroyEvent", "aclrtSynchronizeDevice")
+    source = tmp_path / "shim.c"
+    source.write_text(SHIM + "".join(f"FORWARD({name}, {int(name in gives_back)})\n" for name in names))
+    shim = tmp_path / "libshim.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(shim), str(source)], check=True)
+    program = f"""
+        os.environ["SIMULATOR"] = sim.library_path()
+        other = npc.PromptCache(layout, pool_bytes=8 << 20, acl_lib={str(shim)!r})
+        if sys.argv[-1] == "close":
+            other.close()
+        else:
+            lease = other.acquire([1, 2, 3])
+            other.acquire([4]).release()
+        """
+    assert "aclrtFree was called" in run(program, "close").stderr  # the shim does speak
+    done = run(program, "leave")
+    assert (done.returncode, done.stderr) == (0, "")
