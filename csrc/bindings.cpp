@@ -105,12 +105,22 @@ Token token_of_item(PyObject* item, Py_ssize_t index) {
 std::vector<Token> tokens_of_sequence(PyObject* sequence) {
   Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence);
   std::vector<Token> tokens(static_cast<size_t>(count));
+  py::object held;
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* item = PySequence_Fast_GET_ITEM(sequence, i);
     int overflow = 1;
     long value = PyLong_CheckExact(item) ? PyLong_AsLongAndOverflow(item, &overflow) : 0;
-    bool plain = overflow == 0 && value >= 0 && value <= 0x7fffffff;
-    tokens[i] = plain ? static_cast<Token>(value) : token_of_item(item, i);
+    if (overflow == 0 && value >= 0 && value <= 0x7fffffff) {
+      tokens[i] = static_cast<Token>(value);
+      continue;
+    }
+    if (!held) {  // what follows may run Python code, which may change a list: go on with a copy
+      held = py::reinterpret_steal<py::object>(PySequence_Tuple(sequence));
+      if (!held) throw py::error_already_set();
+      sequence = held.ptr();
+      item = PySequence_Fast_GET_ITEM(sequence, i);
+    }
+    tokens[i] = token_of_item(item, i);
   }
   return tokens;
 }
@@ -138,6 +148,12 @@ py::array_t<Number> array_of(const std::vector<Number>& values) {
   return py::array_t<Number>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
+template <typename Call>
+auto without_gil(Call&& call) {
+  py::gil_scoped_release release;
+  return call();
+}
+
 npc::acl::Stream stream_of(uintptr_t handle) { return reinterpret_cast<npc::acl::Stream>(handle); }
 
 struct PlaneView {
@@ -155,7 +171,7 @@ void free_unused_capsule(PyObject* capsule) {
 py::capsule plane_capsule(const PromptCache& cache, size_t plane, const std::vector<int64_t>& shape,
                           uint8_t code, uint8_t bits, int32_t device_type, int32_t device_id) {
   auto view = std::make_unique<PlaneView>();
-  view->region = cache.region();
+  view->region = without_gil([&] { return cache.region(); });
   view->shape = shape;
   view->managed.dl_tensor = {view->region->plane(plane),
                              {device_type, device_id},
@@ -175,13 +191,14 @@ py::capsule plane_capsule(const PromptCache& cache, size_t plane, const std::vec
 }
 
 py::typing::Dict<py::str, py::object> stats_of(const PromptCache& cache) {
-  npc::CacheStats s = cache.stats();
-  auto copies = cache.copies();
+  npc::CacheStats s = without_gil([&] { return cache.stats(); });
+  auto copies = without_gil([&] { return cache.copies(); });
   py::typing::Dict<py::str, py::object> out;
   out["lookups"] = s.lookups;
   out["hits"] = s.hits;
   out["lookup_tokens"] = s.lookup_tokens;
   out["hit_tokens"] = s.hit_tokens;
+  out["computed_tokens"] = s.computed_tokens;
   out["committed_blocks"] = s.committed_blocks;
   out["evicted_blocks"] = s.evicted_blocks;
   out["superseded_blocks"] = s.superseded_blocks;
@@ -244,13 +261,17 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<LeaseHandle, std::shared_ptr<LeaseHandle>>(m, "Lease")
       .def_property_readonly("cached_tokens", &LeaseHandle::cached_tokens)
-      .def_property_readonly("length", &LeaseHandle::length)
-      .def_property_readonly("released", &LeaseHandle::released)
-      .def("block_table", [](const LeaseHandle& lease) { return array_of(lease.block_table()); })
+      .def_property_readonly(
+          "length", [](const LeaseHandle& lease) { return without_gil([&] { return lease.length(); }); })
+      .def_property_readonly(
+          "released", [](const LeaseHandle& lease) { return without_gil([&] { return lease.released(); }); })
+      .def(
+          "block_table",
+          [](const LeaseHandle& lease) { return array_of(without_gil([&] { return lease.block_table(); })); })
       .def(
           "slots",
           [](const LeaseHandle& lease, int64_t start, int64_t stop) {
-            return array_of(lease.slots(start, stop));
+            return array_of(without_gil([&] { return lease.slots(start, stop); }));
           },
           py::arg("start"), py::arg("stop"))
       .def("extend", &LeaseHandle::extend, py::arg("count"), py::call_guard<py::gil_scoped_release>())

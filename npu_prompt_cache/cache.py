@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from npu_prompt_cache.integrations.transformers import Attachment
+    from npu_prompt_cache.integrations.transformers import Attachment, PagedCache
 
 #: Token ids, 0 ... 2**31 - 1, one sequence. A list, a tuple, an integer array or a 1-D torch tensor.
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | torch.Tensor"
@@ -43,6 +46,7 @@ class Stats:
         hits: of these, with at least one cached token.
         lookup_tokens: tokens they asked for.
         hit_tokens: of these, found.
+        computed_tokens: tokens that ``acquire`` was asked for and did not find: what had to be prefilled.
         committed_blocks: entries published.
         evicted_blocks: entries evicted for room, or by `PromptCache.clear`.
         superseded_blocks: entries dropped because a longer one covers them: a conversation that went on.
@@ -64,6 +68,7 @@ class Stats:
     hits: int
     lookup_tokens: int
     hit_tokens: int
+    computed_tokens: int
     committed_blocks: int
     evicted_blocks: int
     superseded_blocks: int
@@ -79,11 +84,6 @@ class Stats:
     copy_bytes: dict[str, int]
     runtime: str
     runtime_found: str
-
-    @property
-    def computed_tokens(self) -> int:
-        """Tokens asked for and not found: what had to be prefilled."""
-        return self.lookup_tokens - self.hit_tokens
 
     @property
     def hit_rate(self) -> float:
@@ -182,9 +182,7 @@ class Lease:
             self._core.release()
 
     def __repr__(self) -> str:
-        if self._core.released:
-            return "Lease(released)"
-        return f"Lease(cached_tokens={self.cached_tokens}, length={self.length})"
+        return f"Lease(cached_tokens={self.cached_tokens}{', released' if self._core.released else ''})"
 
 
 class PromptCache:
@@ -229,6 +227,8 @@ class PromptCache:
         namespace: bytes = b"",
         acl_lib: str | None = None,
     ) -> None:
+        if not isinstance(namespace, bytes):
+            raise TypeError(f"namespace={namespace!r} is a {type(namespace).__name__}: bytes are needed")
         self.layout = layout
         self.namespace = namespace
         self.config = CacheConfig.resolve(device, max_gb, pool_bytes, watermark_bytes, acl_lib)
@@ -251,6 +251,8 @@ class PromptCache:
             )
         self._planes: list[torch.Tensor | None] = [None] * layout.num_planes
         self._attachments: list[Attachment] = []
+        self._paged_caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
+        self._made_for: weakref.ref[PreTrainedModel] | None = None
 
     @classmethod
     def for_model(
@@ -266,21 +268,38 @@ class PromptCache:
     ) -> PromptCache:
         """A cache with the layout, the dtype and the device of a transformers model. `attach` it next.
 
+        `lookup` and `acquire` on it see the entries that the model's own requests leave.
+
         Raises:
             UnsupportedModel: the model's K/V cannot be cached correctly; the message names the reason.
         """
         from npu_prompt_cache.integrations import transformers
 
         layout = transformers.layout_of(model, block_size)
-        return cls(
+        cache = cls(
             layout,
             device or str(model.device),
             max_gb,
             pool_bytes=pool_bytes,
             watermark_bytes=watermark_bytes,
-            namespace=transformers.identity_of(model).namespace(list(model.parameters())),
             acl_lib=acl_lib,
         )
+        cache._made_for = weakref.ref(model)
+        return cache
+
+    @contextmanager
+    def salted(self, salt: str | bytes) -> Iterator[None]:
+        """Inside, every request of this thread (or asyncio task) has this salt, ``model.generate`` included.
+
+        Example:
+            >>> with cache.salted("tenant-7"):  # doctest: +SKIP
+            ...     model.generate(**inputs)
+        """
+        token = _SALT.set((*_SALT.get(), (id(self), _salt_bytes(salt))))
+        try:
+            yield
+        finally:
+            _SALT.reset(token)
 
     def attach(self, model: PreTrainedModel) -> Attachment:
         """Makes ``model.generate(...)`` and ``model(...)`` use this cache, with the calling code unchanged.
@@ -391,7 +410,10 @@ class PromptCache:
         """
         for attachment in list(self._attachments):
             attachment.detach()
-        self._planes = []
+        if not self._core.closed:
+            for paged in list(self._paged_caches):
+                paged.leave_pool()
+        self._planes = [None] * len(self._planes)
         self._core.close()
 
     def __enter__(self) -> Self:
@@ -404,10 +426,22 @@ class PromptCache:
         state = "closed" if self._core.closed else f"{self.config.pool_bytes / (1 << 30):.3g} GiB"
         return f"PromptCache({self.layout}, device={self.config.device!r}, {state})"
 
-    def _root(self, salt: str | bytes | None) -> bytes:
+    def _root(self, salt: str | bytes | None, namespace: bytes | None = None) -> bytes:
         """Name of the prefix tree; each part is preceded by its length, so that no two pairs give one name."""
-        tail = b"" if salt is None else b"s" + (salt.encode() if isinstance(salt, str) else salt)
-        return b"user" + len(self.namespace).to_bytes(8, "little") + self.namespace + tail
+        if namespace is None:
+            namespace = self._own_namespace()
+        if salt is None:
+            salt = next((set_salt for owner, set_salt in reversed(_SALT.get()) if owner == id(self)), None)
+        tail = b"" if salt is None else b"salt" + _salt_bytes(salt)
+        return len(namespace).to_bytes(8, "little") + namespace + tail
+
+    def _own_namespace(self) -> bytes:
+        model = self._made_for() if self._made_for is not None else None
+        if model is None:
+            return self.namespace
+        from npu_prompt_cache.integrations import transformers
+
+        return transformers.namespace_of(model)
 
     def _plane(self, layer: int, value: int) -> torch.Tensor:
         if not 0 <= layer < self.layout.num_layers:
@@ -446,6 +480,15 @@ class PromptCache:
                     raise ValueError(f"{name} of layer {layer} is not contiguous")
                 addresses.append(tensor.data_ptr())
         return addresses
+
+
+_SALT: ContextVar[tuple[tuple[int, bytes], ...]] = ContextVar("salt", default=())
+
+
+def _salt_bytes(salt: str | bytes) -> bytes:
+    if not isinstance(salt, (str, bytes)):
+        raise TypeError(f"salt={salt!r} is a {type(salt).__name__}: a string or bytes are needed")
+    return salt.encode() if isinstance(salt, str) else salt
 
 
 def _ids(token_ids: TokenIds) -> TokenIds:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 DEFAULT_POOL_BYTES = 2 << 30
 DEFAULT_WATERMARK_BYTES = 256 << 20
+MAX_POOL_BYTES = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ class CacheConfig:
         Raises:
             ValueError, TypeError: naming the value and its limit.
         """
-        if not re.fullmatch(r"cpu|npu(:\d+)?", device):
+        if not re.fullmatch(r"cpu|npu(:\d{1,4})?", device):
             raise ValueError(f"device={device!r} is not 'cpu', 'npu' or 'npu:N'")
         if pool_bytes is not None and max_gb is not None:
             raise ValueError(f"max_gb={max_gb} and pool_bytes={pool_bytes} both say how large the pool is")
         if max_gb is not None:
             pool_bytes = int(_positive("max_gb", max_gb, (int, float)) * (1 << 30))
         pool_bytes = int(_positive("pool_bytes", DEFAULT_POOL_BYTES if pool_bytes is None else pool_bytes, (int,)))
+        if pool_bytes > MAX_POOL_BYTES:
+            raise ValueError(f"pool_bytes={pool_bytes} is more than {MAX_POOL_BYTES}")
         if watermark_bytes is None:
             watermark_bytes = min(DEFAULT_WATERMARK_BYTES, pool_bytes // 4)
         if not isinstance(watermark_bytes, int) or isinstance(watermark_bytes, bool):
@@ -72,6 +75,6 @@ class CacheConfig:
 def _positive(name: str, value: object, kinds: tuple[type, ...]) -> float:
     if not isinstance(value, kinds) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: a number is needed")
-    if not value > 0:  # type: ignore[operator]
-        raise ValueError(f"{name}={value}: more than 0 is needed")
+    if not 0 < value < float("inf"):  # type: ignore[operator]
+        raise ValueError(f"{name}={value}: a number above 0 is needed")
     return value  # type: ignore[return-value]

@@ -12,6 +12,8 @@ BLOCK_ALIGN_BYTES = 64
 MAX_PLANE_ELEMENTS = 2**31
 
 _DLPACK_CODE = {torch.float16: 2, torch.bfloat16: 4, torch.float32: 2}
+#: What K/V may be stored as.
+SUPPORTED_DTYPES = tuple(_DLPACK_CODE)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class KVLayout:
         if self.block_size % 16:
             raise ValueError(f"block_size={self.block_size} is not a multiple of 16")
         if self.dtype not in _DLPACK_CODE:
-            known = ", ".join(str(dtype) for dtype in _DLPACK_CODE)
+            known = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
             raise ValueError(f"dtype={self.dtype!r} is not one of {known}")
         if self.plane_block_bytes % BLOCK_ALIGN_BYTES:
             raise ValueError(

@@ -123,6 +123,11 @@ def test_bad_layouts(changes: dict[str, object], error: type[Exception], text: s
         ({"pool_bytes": 1e9}, TypeError, "pool_bytes=1000000000.0 is a float"),
         ({"max_gb": 0}, ValueError, "max_gb=0"),
         ({"max_gb": float("nan")}, ValueError, "max_gb=nan"),
+        ({"max_gb": float("inf")}, ValueError, "max_gb=inf"),
+        ({"max_gb": 1e30}, ValueError, "is more than"),
+        ({"pool_bytes": 2**70}, ValueError, "is more than"),
+        ({"device": "npu:99999999999"}, ValueError, "device='npu:99999999999'"),
+        ({"namespace": "abc"}, TypeError, "namespace='abc' is a str"),
         ({"max_gb": "2"}, TypeError, "max_gb='2' is a str"),
         ({"max_gb": 1, "pool_bytes": 1 << 30}, ValueError, "max_gb=1 and pool_bytes=1073741824"),
         (
@@ -207,7 +212,7 @@ def test_use_after_release(make_cache) -> None:
             call()
     with lease:
         pass  # leaving is quiet: somebody released it on purpose
-    assert repr(lease) == "Lease(released)"
+    assert repr(lease) == "Lease(cached_tokens=0, released)"
 
 
 def test_bad_commits_change_nothing(make_cache) -> None:
@@ -249,8 +254,24 @@ def test_bad_slots_and_extends(make_cache) -> None:
             lease.extend(-1)
         with pytest.raises(TypeError):
             lease.extend(1.5)
+        for count in (10**12, 2**63 - 1):
+            with pytest.raises(npc.PoolExhausted, match=f"{count} tokens more"):
+                lease.extend(count)
         lease.extend(0)
         assert lease.length == 3
+    with pytest.raises(TypeError, match="salt=3 is a int"):
+        cache.acquire([1], salt=3)
+
+
+def test_ids_that_change_while_they_are_read(make_cache) -> None:
+    class Emptying:
+        def __index__(self) -> int:
+            ids.clear()
+            return 5
+
+    ids: list[object] = [Emptying(), *range(10**5, 2 * 10**5)]
+    with make_cache(pool_bytes=64 << 20).acquire(ids) as lease:
+        assert lease.length == 10**5 + 1
 
 
 def test_bad_inserts(make_cache) -> None:

@@ -268,6 +268,19 @@ def test_slots_follow_the_block_table(make_cache) -> None:
         assert (table.dtype, lease.slots(0, 1).dtype) == (np.int32, np.int64)
 
 
+def test_a_part_that_is_in_its_own_way_is_computed_again(make_cache) -> None:
+    layout = small_layout(num_layers=1, num_kv_heads=64, head_dim=32)
+    cache = make_cache(layout, pool_bytes=4 << 20, watermark_bytes=0)
+    usable = cache.stats().pool_bytes // layout.block_bytes
+    prompt = list(range(usable * 16 - 8))
+    with cache.acquire(prompt) as lease:
+        lease.commit(prompt)
+    assert cache.stats().free_bytes == 0
+    with cache.acquire([*prompt, 7]) as lease:
+        assert lease.cached_tokens == (usable - 1) * 16
+        lease.commit([*prompt, 7])
+
+
 def test_clear_evicts_what_is_not_pinned(make_cache) -> None:
     cache = make_cache()
     compute(cache, list(range(40)))

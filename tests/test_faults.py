@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -146,3 +147,38 @@ def test_without_events_blocks_come_back_late_but_do() -> None:
         cache.acquire([9]).release()
         assert cache.stats().fenced_bytes == 0
         cache.check_integrity()
+
+
+def test_a_lease_dropped_while_the_runtime_fails() -> None:
+    cache = npc.PromptCache(LAYOUT, pool_bytes=4 << 20)
+    held = [cache.acquire([1, 2, 3]), cache.acquire([4])]
+    results: list[BaseException | None] = []
+
+    def drop() -> None:  # in a thread without a context, so that one must be set
+        try:
+            with sim.failing("aclrtSetCurrentContext", times=None):
+                held.pop().release()
+                held.clear()
+            results.append(None)
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    thread.join()
+    assert results == [None]
+    assert cache.stats().leases == 0
+    cache.acquire([5]).release()
+    cache.check_integrity()
+    cache.close()
+
+
+def test_a_failed_insert_does_not_read_the_callers_memory_later() -> None:
+    with npc.PromptCache(LAYOUT, pool_bytes=4 << 20) as cache:
+        pair = (torch.ones(40, 64, 32, dtype=torch.float16), torch.ones(40, 64, 32, dtype=torch.float16))
+        with sim.late_streams(seed=1, within_calls=1000):
+            with sim.failing("aclrtMemcpyAsync", call=2), pytest.raises(npc.AclError):
+                cache.insert(list(range(40)), [pair])
+            pair[0].fill_(7.0)
+        assert not (cache.key(0) == 7.0).any()
+        assert cache.stats().entries == 0

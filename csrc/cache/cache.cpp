@@ -67,6 +67,13 @@ Acquired Cache::acquire(std::string_view name_space, const Token* tokens, int64_
     size_t own_blocks = table_blocks - match.path.size();
     lease->known.assign(tokens + match.path.size() * options_.block_size, tokens + count);
     lease->held.reserve(1);
+    if (match.tail.entry != nullptr && room_possible() < own_blocks) {
+      // The part to copy from may be the very entry that must go: rather compute those tokens again than
+      // fail.
+      tree_.unpin(match.tail.entry);
+      match.tokens -= match.tail.tokens;
+      match.tail = Found{};
+    }
     if (!make_room(own_blocks)) {
       if (pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) < own_blocks)
         throw PoolExhausted(room_message("a request", own_blocks));
@@ -96,14 +103,19 @@ Acquired Cache::acquire(std::string_view name_space, const Token* tokens, int64_
   lease->cached = match.tokens;
   lease->length = count;
   if (counted) count_lookup(count, lease->cached);
+  if (counted) counters_.computed_tokens += count - lease->cached;
   result.lease = lease.release();
   leases_.insert(result.lease);
   return result;
 }
 
-Ticket Cache::extend(Lease* lease, int64_t count, Ticket newest) {
+std::optional<Ticket> Cache::extend(Lease* lease, int64_t count, Ticket newest) {
   std::lock_guard lock(mutex_);
   check_open();
+  const auto usable_tokens = static_cast<int64_t>(pool_.usable_blocks()) * options_.block_size;
+  if (count > usable_tokens)
+    throw PoolExhausted("the pool cannot hold " + std::to_string(count) + " tokens more: all of it holds " +
+                        std::to_string(usable_tokens));
   size_t wanted = blocks_for(lease->length + count, options_.block_size) - lease->blocks.size();
   lease->blocks.reserve(lease->blocks.size() + wanted);
   if (!make_room(wanted)) {
@@ -113,7 +125,7 @@ Ticket Cache::extend(Lease* lease, int64_t count, Ticket newest) {
   }
   pool_.allocate(wanted, lease->blocks.empty() ? 0 : lease->blocks.back(), lease->blocks);
   lease->length += count;
-  return 0;
+  return std::nullopt;
 }
 
 void Cache::check_commit(const Lease* lease, const Token* tokens, int64_t count) const {
@@ -284,6 +296,10 @@ bool Cache::make_room(size_t blocks) {
   if (possible < blocks) return false;
   while (pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) < blocks) evict_oldest();
   return pool_.count(BlockState::kFree) >= blocks;
+}
+
+size_t Cache::room_possible() const {
+  return pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) + tree_.unpinned_count();
 }
 
 // Fenced blocks count as free here: they will be, without anything more being evicted.

@@ -42,6 +42,7 @@ struct CacheStats {
   uint64_t hits = 0;               // of these, with at least one cached token
   uint64_t lookup_tokens = 0;      // tokens asked for
   uint64_t hit_tokens = 0;         // of these, found
+  uint64_t computed_tokens = 0;    // tokens that acquire() was asked for and did not find
   uint64_t committed_blocks = 0;   // entries published
   uint64_t evicted_blocks = 0;     // entries evicted for room, or by clear()
   uint64_t superseded_blocks = 0;  // entries dropped because a longer one covers them
@@ -108,8 +109,9 @@ class Cache {
   Acquired acquire(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit,
                    Ticket newest, StreamId stream = nullptr, bool counted = true);
 
-  // Slots for `count` more tokens. Returns 0 when done; else the ticket to wait for before the next try.
-  Ticket extend(Lease* lease, int64_t count, Ticket newest);
+  // Slots for `count` more tokens. Returns nothing when done; else the ticket to wait for before the next
+  // try.
+  std::optional<Ticket> extend(Lease* lease, int64_t count, Ticket newest);
 
   // Publishes tokens [0, count): their K/V are in the lease's slots, or will be once the stream's work so far
   // has run. cached <= count <= length; tokens must begin as acquired and as committed before. Returns the
@@ -130,7 +132,7 @@ class Cache {
   void pass(Ticket ticket);
 
   void clear();  // evicts every unpinned entry
-  void close();  // calls other than release, stats and close throw CacheClosed from here on
+  void close();  // calls other than release and close throw CacheClosed from here on
   CacheStats stats() const;
   std::vector<std::vector<Token>> eviction_order() const;  // see PrefixTree
   void check_integrity() const;
@@ -138,6 +140,7 @@ class Cache {
  private:
   void count_lookup(int64_t tokens, int64_t hit_tokens);
   bool make_room(size_t blocks);
+  size_t room_possible() const;
   void enforce_watermark();
   void evict_oldest();
   void drop_if_covered(Entry* entry);

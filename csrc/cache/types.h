@@ -10,9 +10,9 @@ namespace npc {
 using Token = int32_t;
 using BlockId = int32_t;
 
-// A point in the work of all streams. Tickets grow; "ticket t has passed" means that everything enqueued
-// before t was taken, on any stream, has run. 0 has always passed. The device room hands them out, this room
-// compares them.
+// A point in the work of a stream. Tickets grow over all streams; "ticket t has passed" means that for every
+// ticket up to t, what its stream had been given before it was taken has run. 0 has always passed. The device
+// room hands them out, this room compares them.
 using Ticket = uint64_t;
 
 // Names a stream of work; compared, never followed.

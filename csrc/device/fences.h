@@ -3,7 +3,7 @@
 // Contract
 //   - take() records an event on the stream after everything the caller has enqueued there, and returns its
 //   number
-//   - poll() returns the newest ticket up to which all have passed; it never blocks
+//   - poll() returns the newest ticket up to which all have passed; it never blocks and never fails
 //   - wait() blocks until a ticket has passed, by synchronising the streams in question
 //   - take() never fails: where the runtime gives no event (they are finite) or does not record it, the
 //   ticket stays

@@ -98,13 +98,19 @@ int64_t PromptCache::insert(std::string_view name_space, const Token* tokens, in
   int64_t cached = cache_->cached_tokens(acquired.lease);
   LeaseHandle handle(shared_from_this(), acquired.lease, on, cached);
   if (acquired.written != 0) fences_->wait(acquired.written);
-  if (acquired.copy) region->copy_rows(*acquired.copy, on);
-  std::vector<Source> rest = sources;
-  for (size_t p = 0; p < rest.size(); ++p) {
-    rest[p].data = static_cast<const char*>(rest[p].data) +
-                   cached * (region->plane_block_bytes(p) / region->block_size());
+  try {
+    if (acquired.copy) region->copy_rows(*acquired.copy, on);
+    std::vector<Source> rest = sources;
+    for (size_t p = 0; p < rest.size(); ++p) {
+      rest[p].data = static_cast<const char*>(rest[p].data) +
+                     cached * (region->plane_block_bytes(p) / region->block_size());
+    }
+    region->fill(rest, handle.block_table(), cached, count - cached, on);
+  } catch (...) {
+    // What was enqueued on our own stream reads the caller's memory: not after this call.
+    if (stream == nullptr) runtime_->api().aclrtSynchronizeStream(on);
+    throw;
   }
-  region->fill(rest, handle.block_table(), cached, count - cached, on);
   if (stream == nullptr) synchronize_own_stream();
   int64_t news = handle.commit(tokens, count);
   handle.release();
@@ -115,9 +121,9 @@ void PromptCache::extend(Lease* lease, int64_t count) {
   check_usable();
   for (;;) {
     cache_->pass(fences_->poll());
-    Ticket ticket = cache_->extend(lease, count, fences_->newest());
-    if (ticket == 0) return;
-    fences_->wait(ticket);
+    std::optional<Ticket> ticket = cache_->extend(lease, count, fences_->newest());
+    if (!ticket) return;
+    fences_->wait(*ticket);
   }
 }
 
@@ -170,7 +176,12 @@ LeaseHandle::LeaseHandle(std::shared_ptr<PromptCache> cache, Lease* lease, acl::
 
 LeaseHandle::~LeaseHandle() {
   // At exit and in a forked child there is nothing to give back to, and no lock that is safe to take.
-  if (lease_ != nullptr && cache_->runtime_->may_call()) cache_->release(lease_, stream_);
+  if (lease_ == nullptr || !cache_->runtime_->may_call()) return;
+  try {
+    cache_->release(lease_, stream_);
+  } catch (const std::exception&) {
+    // Out of memory; a destructor has nobody to tell.
+  }
 }
 
 // In a forked child another thread's lock may be held for ever: look before locking.

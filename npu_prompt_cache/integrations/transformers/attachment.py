@@ -7,7 +7,9 @@ import inspect
 import threading
 import types
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +17,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
-from npu_prompt_cache.errors import PromptCacheError, UnsupportedModel
+from npu_prompt_cache.errors import LeaseReleased, PromptCacheError, UnsupportedModel
 from npu_prompt_cache.integrations.transformers.attention import PagedForward
-from npu_prompt_cache.integrations.transformers.identity import identity_of
-from npu_prompt_cache.integrations.transformers.models import ATTENTION_PREFIX, layout_of, original_attention
+from npu_prompt_cache.integrations.transformers.models import ATTENTION_PREFIX, is_ours, layout_of, original_attention
 from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache
 from npu_prompt_cache.integrations.transformers.request import Request, kept_rows, pack, read_request, unpack
 
 if TYPE_CHECKING:
-    from transformers.cache_utils import Cache
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     from npu_prompt_cache.cache import PromptCache
@@ -37,26 +37,53 @@ class Attachment:
         self.model = model
         #: True where closing the cache is up to `npu_prompt_cache.disable`.
         self.owns_cache = False
+        self.installed = False
         self._own_attention = original_attention(model.config._attn_implementation)
-        self._parameters = [module._parameters for module in model.modules() if module._parameters]
         self._positional = tuple(inspect.signature(model.forward).parameters)
         self._scopes = threading.local()
         self._replaced: dict[str, Any] = {}
-        self._installed = False
+        self._running = 0
+        self._lock = threading.Lock()
         self._install()
 
     def detach(self) -> None:
-        """Restores the model exactly. May be called again."""
-        if not self._installed:
+        """Restores the model exactly. May be called again, and while other threads run the model."""
+        if not self.installed:
             return
-        self._installed = False
+        self.installed = False
         for name, before in self._replaced.items():
+            if not isinstance(self.model.__dict__.get(name), _Method):
+                continue  # somebody wrapped ours: it falls through to the model's own from now on
             if before is None:
                 del self.model.__dict__[name]
             else:
                 self.model.__dict__[name] = before
-        self.model.set_attn_implementation(self._own_attention)
         self.cache._attachments.remove(self)
+        _attachments.discard(self)
+        with self._lock:
+            idle = self._running == 0
+        if idle:
+            self._restore_attention()
+
+    def _restore_attention(self) -> None:
+        # Another attached model may share the config; and our function falls through to the model's own anyway.
+        shared = any(other.model.config is self.model.config for other in list(_attachments))
+        if is_ours(self.model.config._attn_implementation) and not shared:
+            self.model.set_attn_implementation(self._own_attention)
+
+    @contextmanager
+    def _forward_running(self) -> Iterator[None]:
+        """A detach in the middle of a forward leaves the attention function to it."""
+        with self._lock:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                is_last = self._running == 0 and not self.installed
+            if is_last:
+                self._restore_attention()
 
     def __enter__(self) -> Attachment:
         return self
@@ -75,14 +102,8 @@ class Attachment:
             self._replaced[name] = self.model.__dict__.get(name)
             self.model.__dict__[name] = _Method(self, name, getattr(self.model, name), replacement)
         self.cache._attachments.append(self)
-        self._installed = True
-
-    # -- namespace
-
-    def namespace(self) -> bytes:
-        """What K/V of this model depend on besides tokens: the model object, and its weights as they are now."""
-        parameters: list[torch.Tensor] = [p for group in self._parameters for p in group.values() if p is not None]
-        return identity_of(self.model).namespace(parameters)
+        _attachments.add(self)
+        self.installed = True
 
     # -- generate: the scope of a request
 
@@ -90,19 +111,19 @@ class Attachment:
         outer = getattr(self._scopes, "caches", None)
         caches: list[PagedCache] = []
         self._scopes.caches = caches
-        kept: Cache | None = None
         try:
             result = original(*args, **kwargs)
-            kept = getattr(result, "cache", None)
             for cache in caches:
                 cache.publish()
             return result
+        except BaseException:
+            for cache in caches:  # a traceback may hold them for long
+                cache.release()
+            raise
         finally:
             self._scopes.caches = outer
             for cache in caches:
                 cache.in_generate = False
-                if cache is not kept:
-                    cache.release()
 
     def _prepare_cache(
         self,
@@ -133,27 +154,29 @@ class Attachment:
     # -- forward
 
     def _new_cache(self, in_generate: bool, pad_token_id: int | None = None) -> PagedCache:
-        return PagedCache(self.cache, self.model, self.namespace, in_generate, pad_token_id)
+        return PagedCache(self.cache, self.model, in_generate, pad_token_id)
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(self._positional, args, strict=False))
         if "past_key_values" in kwargs and kwargs.get("cache") is None:
             kwargs["cache"] = kwargs.pop("past_key_values")
+        with self._forward_running():
+            return self._serve(original, kwargs)
+
+    def _serve(self, original: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         cache = kwargs.get("cache")
         paged = cache if isinstance(cache, PagedCache) and cache.is_of(self.cache, self.model) else None
         request = read_request(self.cache, self.model, kwargs, paged)
         if request is not None:
-            is_new = paged is None
-            if paged is None:
-                paged = self._new_cache(in_generate=False)
+            paged = paged if paged is not None else self._new_cache(in_generate=False)
             try:
                 skips = paged.begin(request)
+            except LeaseReleased:
+                raise
             except PromptCacheError as error:
                 warnings.warn(f"running uncached: {error}", CacheBypassWarning, stacklevel=2)
-                if is_new:
-                    paged = None
             else:
-                return self._run(original, kwargs, paged, request, skips)
+                return self._run(original, paged, request, skips)
         if isinstance(cache, PagedCache):
             kwargs["cache"] = cache.to_dense()
         return original(**kwargs)
@@ -161,7 +184,6 @@ class Attachment:
     def _run(
         self,
         original: Callable[..., Any],
-        kwargs: dict[str, Any],
         paged: PagedCache,
         request: Request,
         skips: list[int],
@@ -205,6 +227,8 @@ class _Method:
         functools.update_wrapper(self, original)  # generate() reads the signature of forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.attachment.installed:
+            return self._original(*args, **kwargs)
         return self._replacement(self._original, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -245,9 +269,10 @@ def attachment_of(model: PreTrainedModel) -> Attachment:
 
 
 def _attached(model: PreTrainedModel) -> Attachment | None:
-    method = getattr(model, "__dict__", {}).get("forward")
-    return method.attachment if isinstance(method, _Method) else None
+    return next((attachment for attachment in list(_attachments) if attachment.model is model), None)
 
+
+_attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 #: A mask that is 4-D already is passed through by the models' mask functions: the batch knows what attends to what.
 _NO_MASK = torch.empty(1, 1, 0, 0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from transformers import GenerationMixin, PreTrainedModel
 
 from npu_prompt_cache.errors import UnsupportedModel
-from npu_prompt_cache.layout import KVLayout
+from npu_prompt_cache.layout import SUPPORTED_DTYPES, KVLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -80,6 +80,10 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
         refuse(f"rope_type {rope!r} makes keys depend on the length of the sequence")
     if getattr(model, "_hf_peft_config_loaded", False):
         refuse("it has adapters loaded, which change what K/V depend on")
+    if any("base_layer" in module._modules for module in model.modules()):
+        refuse("it has adapter layers, whose being switched on and off cannot be seen")
+    if model.dtype not in SUPPORTED_DTYPES:
+        refuse(f"its dtype {model.dtype} is not one of {', '.join(str(dtype) for dtype in SUPPORTED_DTYPES)}")
     own = original_attention(config._attn_implementation)
     if own not in SUPPORTED_ATTENTION:
         refuse(f"attn_implementation {own!r} is not one of {', '.join(SUPPORTED_ATTENTION)}")
@@ -89,3 +93,8 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
 def original_attention(name: str | None) -> str:
     """The model's own attention implementation, also while ours is set."""
     return (name or "eager").removeprefix(ATTENTION_PREFIX)
+
+
+def is_ours(name: str | None) -> bool:
+    """True while our attention function is set: somebody may have set another one over it."""
+    return (name or "").startswith(ATTENTION_PREFIX)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from npu_prompt_cache.attention.cpu import PagedBatch, Sequence
-from npu_prompt_cache.errors import PromptCacheError
+from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
+from npu_prompt_cache.integrations.transformers.identity import namespace_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +28,7 @@ class CacheBypassWarning(RuntimeWarning):
     """A request ran uncached because the pool could not hold it, or the runtime failed."""
 
 
-class PagedCache(Cache):
+class PagedCache(DynamicCache):
     """The `Cache` that an attached model is given: its K/V lie in the pool, held by one lease a row.
 
     To code that only passes it on it looks like a ``DynamicCache``. Code that reaches into it (``layers``, ``crop``,
@@ -41,14 +42,14 @@ class PagedCache(Cache):
         self,
         prompt_cache: PromptCache,
         model: PreTrainedModel,
-        namespace: Callable[[], bytes],
         in_generate: bool,
         pad_token_id: int | None = None,
     ) -> None:
         self.prompt_cache = prompt_cache
         self._model = model
-        self._namespace = namespace
-        #: Made by a generate() that is still running: it publishes at its end, and its masks need no look.
+        self._namespace = b""  # of the first forward
+        self._given_back = False
+        #: Made by a generate() that is still running: it publishes at its end.
         self.in_generate = in_generate
         self._pad_token_id = pad_token_id
         self._leases: list[Lease] = []
@@ -58,6 +59,7 @@ class PagedCache(Cache):
         self._columns = 0  # padding and tokens so far, the same for all rows
         self._forward: PagedForward | None = None
         self._dense: DynamicCache | None = None
+        prompt_cache._paged_caches.add(self)
 
     # -- as a transformers Cache
 
@@ -140,17 +142,19 @@ class PagedCache(Cache):
             PromptCacheError: the pool cannot hold it; the cache is as it was.
         """
         columns = request.input_ids.shape[1]
+        if self._given_back:
+            raise LeaseReleased("the request that this cache belongs to failed, and its K/V were given back")
         if not self.is_empty:
             self._extend(columns)
             return [0] * len(self._leases)
         cache, leases = self.prompt_cache, self._leases
-        ids = request.input_ids.numpy(force=True)
-        namespace = self._namespace()
+        ids = request.input_ids.numpy(force=True).copy()  # the caller may write to its own
+        self._namespace = namespace_of(self._model)
         prompts = [row[start:] for row, start in zip(ids, request.starts, strict=True)]
         try:
             for prompt, start in zip(prompts, request.starts, strict=True):
                 first_kept = max(int(request.kept.min()) - int(start), 0)
-                leases.append(cache._acquire(namespace, prompt, first_kept, None))
+                leases.append(cache._acquire(cache._root(None, self._namespace), prompt, first_kept, None))
         except BaseException:
             self.release()
             raise
@@ -187,44 +191,64 @@ class PagedCache(Cache):
     def advance(self, input_ids: torch.Tensor) -> None:
         """The forward went well: its tokens' K/V are in the pool."""
         if not self.is_empty:
-            self._later.append(input_ids)
+            self._later.append(input_ids.clone())
         self._columns += input_ids.shape[1]
         if not self.in_generate:
             self.publish()
 
     def publish(self) -> None:
-        """Commits every row as far as it was computed."""
-        if self._dense is not None or self.is_empty:
+        """Commits every row as far as it was computed: not where the weights are others now than at the beginning."""
+        if self._dense is not None or self.is_empty or self._given_back:
             return
         later = torch.cat(self._later, dim=1).numpy(force=True) if self._later else None
-        for row, lease in enumerate(self._leases):
-            ids = self._prompts[row]
-            if later is not None:
-                ids = np.concatenate([ids, _without_padding(later[row], self._pad_token_id)])
-            try:
+        try:
+            if namespace_of(self._model) != self._namespace:
+                return
+            for row, lease in enumerate(self._leases):
+                ids = self._prompts[row]
+                if later is not None:
+                    ids = np.concatenate([ids, _without_padding(later[row], self._pad_token_id)])
                 lease.commit(ids)
-            except PromptCacheError as error:
-                warnings.warn(f"not cached: {error}", CacheBypassWarning, stacklevel=2)
+        except PromptCacheError as error:
+            warnings.warn(f"not cached: {error}", CacheBypassWarning, stacklevel=2)
 
     def release(self) -> None:
-        """Gives the leases back; what was not published is lost."""
+        """Gives the leases back; what was not published is lost, and this cache cannot be used on."""
         leases, self._leases = self._leases, []
+        self._given_back = self._dense is None and not self.is_empty
         for lease in leases:
             if not lease.released:
                 lease.release()
 
+    def leave_pool(self) -> None:
+        """Becomes dense because the pool is about to go; not in the middle of a forward, which needs it."""
+        if self._forward is None and not self._given_back:
+            self.to_dense()
+
     def to_dense(self) -> DynamicCache:
         """Copies the K/V out of the pool, left-padded, into the `DynamicCache` that this cache is from now on."""
         if self._dense is None:
-            cache, dense = self.prompt_cache, DynamicCache(config=self._model.config)
-            lengths = [self._columns - int(start) for start in self._starts]
-            if not self.is_empty:
-                slots = [torch.from_numpy(lease.slots(0, n)) for lease, n in zip(self._leases, lengths, strict=True)]
-                for layer in range(len(self)):
-                    dense.update(self._rows(cache.key(layer), slots), self._rows(cache.value(layer), slots), layer)
-            self._dense = dense
+            self._dense = self._dense_copy()
             self.release()
         return self._dense
+
+    def _dense_copy(self) -> DynamicCache:
+        if self._given_back:
+            raise LeaseReleased("the request that this cache belongs to failed, and its K/V were given back")
+        cache, dense = self.prompt_cache, DynamicCache(config=self._model.config)
+        lengths = [self._columns - int(start) for start in self._starts]
+        if not self.is_empty:
+            slots = [torch.from_numpy(lease.slots(0, n)) for lease, n in zip(self._leases, lengths, strict=True)]
+            for layer in range(len(self)):
+                dense.update(self._rows(cache.key(layer), slots), self._rows(cache.value(layer), slots), layer)
+        return dense
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.to_dense())
+
+    def __reduce__(self) -> tuple[Callable[..., DynamicCache], tuple[DynamicCache]]:
+        # A copy, deep or pickled, is a dense cache of its own; this one stays in the pool.
+        return _itself, (self._dense if self._dense is not None else self._dense_copy(),)
 
     def _rows(self, plane: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         flat = plane.view(-1, *plane.shape[2:])
@@ -232,6 +256,10 @@ class PagedCache(Cache):
         for row, of_row in enumerate(slots):
             rows[row, self._columns - len(of_row) :] = flat[of_row.to(plane.device)]
         return rows.transpose(1, 2).contiguous()
+
+
+def _itself(dense: DynamicCache) -> DynamicCache:
+    return dense
 
 
 def _without_padding(ids: npt.NDArray[np.int64], pad_token_id: int | None) -> npt.NDArray[np.int64]:

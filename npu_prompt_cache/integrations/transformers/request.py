@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from npu_prompt_cache.integrations.transformers.models import is_ours
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -43,7 +45,9 @@ def read_request(
         or torch.is_autocast_enabled(ids.device.type)
         or model.dtype != cache.layout.dtype
         or model.device.type != cache.config.device_type
-        or (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()))
+        or torch.is_grad_enabled()
+        or not is_ours(model.config._attn_implementation)
+        or model.config.num_hidden_layers != cache.layout.num_layers
         or (kwargs.get("cache") is not None and (paged is None or paged.dense is not None))
         or (paged is not None and paged.rows not in (0, len(ids)))
         or not _first_of(kwargs.get("use_cache"), model.config.use_cache)
@@ -55,13 +59,10 @@ def read_request(
         return None
     batch, columns = ids.shape
     past = 0 if paged is None else paged.get_seq_length()
-    if past and paged is not None and paged.in_generate:
-        starts = np.zeros(batch, np.int64)  # generate() only adds a column of ones
-    else:
-        checked = _left_padding(kwargs.get("attention_mask"), batch, past, columns, paged)
-        if checked is None or not _positions_are_natural(kwargs.get("position_ids"), checked, past, columns):
-            return None
-        starts = checked if past == 0 else np.zeros(batch, np.int64)
+    padding = _left_padding(kwargs.get("attention_mask"), batch, past, columns, paged)
+    if padding is None or not _positions_are_natural(kwargs.get("position_ids"), padding, past, columns):
+        return None
+    starts = padding if past == 0 else np.zeros(batch, np.int64)
     kept = _kept_columns(kwargs.get("logits_to_keep", 0), columns)
     return None if kept is None else Request(ids, starts, kept)
 
@@ -80,7 +81,7 @@ def _left_padding(
         return None if known is not None and known.any() else np.zeros(batch, np.int64)
     if mask.ndim != 2 or tuple(mask.shape) != (batch, past + columns):
         return None
-    seen = mask.numpy(force=True) != 0
+    seen = (mask != 0).numpy(force=True)
     starts = (past + columns - seen.sum(axis=1)).astype(np.int64)
     is_left_padding = bool((seen == (np.arange(past + columns) >= starts[:, None])).all())
     fits = bool((starts == known).all()) if known is not None else bool((starts < columns).all())
@@ -101,11 +102,13 @@ def _positions_are_natural(
     return bool(((given == at) | (at < 0)).all())
 
 
-def _kept_columns(keep: int | torch.Tensor, columns: int) -> npt.NDArray[np.int64] | None:
+def _kept_columns(keep: object, columns: int) -> npt.NDArray[np.int64] | None:
     """Columns whose logits are asked for, or None where they are asked for in a way that is not served."""
-    if isinstance(keep, int):
+    if type(keep) is int and keep >= 0:
         return np.arange(0 if keep == 0 else max(columns - keep, 0), columns)
-    if keep.ndim != 1 or keep.numel() == 0 or keep.dtype == torch.bool:
+    if not isinstance(keep, torch.Tensor) or keep.ndim != 1 or keep.numel() == 0:
+        return None
+    if keep.dtype not in (torch.int32, torch.int64):
         return None
     kept: npt.NDArray[np.int64] = keep.numpy(force=True).astype(np.int64)
     kept = np.where(kept < 0, kept + columns, kept)
