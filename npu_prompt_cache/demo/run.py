@@ -90,7 +90,8 @@ def _serve(
     conversations = {customer: Conversation(tokenizer, shop.SYSTEM_PROMPT) for customer in customers}
     count = PrefixCount()
     requests: list[Request] = []
-    with bar("Requests", settings.customers * settings.turns, "request") as progress:
+    requests_count = settings.customers * settings.turns
+    with _counted_tokens(model) as model_tokens, bar("Requests", requests_count, "request") as progress:
         for turn in range(1, settings.turns + 1):
             for customer in customers:
                 progress.set_description(f"{customer}, turn {turn}")
@@ -98,6 +99,7 @@ def _serve(
                 requests.append(
                     _request(
                         model,
+                        model_tokens,
                         plain,
                         cache,
                         conversations[customer],
@@ -114,6 +116,7 @@ def _serve(
 
 def _request(
     model: PreTrainedModel,
+    model_tokens: list[int],
     plain: PreTrainedModel,
     cache: npc.PromptCache,
     conversation: Conversation,
@@ -127,8 +130,8 @@ def _request(
     expected = count.cached_tokens(prompt)
     without = _generate(plain, prompt, settings.new_tokens)
     stats, copied = cache.stats(), sim.counters().copy_bytes["D2D"]
-    with _counted_tokens(model) as model_tokens:
-        cached = _generate(model, prompt, settings.new_tokens)
+    model_tokens.clear()
+    cached = _generate(model, prompt, settings.new_tokens)
     count.add(prompt, cached.ids)
     return Request(
         customer=customer,
@@ -168,7 +171,10 @@ def _generate(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> _Ge
 
 @contextmanager
 def _counted_tokens(model: PreTrainedModel) -> Iterator[list[int]]:
-    """Counts the tokens that really go through the model, at its very first layer."""
+    """Counts the tokens that really go through the model, at its very first layer.
+
+    One hook for the whole run: a hook may change what a model computes, so the cache keeps entries apart by it.
+    """
     counts: list[int] = []
     hook = model.get_input_embeddings().register_forward_pre_hook(
         lambda _module, inputs: counts.append(inputs[0].numel())
