@@ -341,10 +341,11 @@ PYBIND11_MODULE(_core, m) {
            py::arg("bits"), py::arg("device_type"), py::arg("device_id"))
       .def("plane_address",
            [](const PromptCache& cache, size_t plane) {
-             return reinterpret_cast<uintptr_t>(cache.region()->plane(plane));
+             return reinterpret_cast<uintptr_t>(without_gil([&] { return cache.region(); })->plane(plane));
            })
-      .def_property_readonly("block_count",
-                             [](const PromptCache& cache) { return cache.region()->block_count(); })
+      .def_property_readonly(
+          "block_count",
+          [](const PromptCache& cache) { return without_gil([&] { return cache.region(); })->block_count(); })
       .def_property_readonly("block_bytes", &PromptCache::block_bytes)
       .def_property_readonly("closed", &PromptCache::closed)
       .def_property_readonly("runtime_path", [](const PromptCache& cache) { return cache.runtime().path(); })

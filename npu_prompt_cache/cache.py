@@ -253,6 +253,7 @@ class PromptCache:
         self._attachments: list[Attachment] = []
         self._paged_caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._made_for: weakref.ref[PreTrainedModel] | None = None
+        self._salt_key = object()
 
     @classmethod
     def for_model(
@@ -291,11 +292,13 @@ class PromptCache:
     def salted(self, salt: str | bytes) -> Iterator[None]:
         """Inside, every request of this thread (or asyncio task) has this salt, ``model.generate`` included.
 
+        A thread that is started inside begins without it: enter it in the thread.
+
         Example:
             >>> with cache.salted("tenant-7"):  # doctest: +SKIP
             ...     model.generate(**inputs)
         """
-        token = _SALT.set((*_SALT.get(), (id(self), _salt_bytes(salt))))
+        token = _SALT.set((*_SALT.get(), (self._salt_key, _salt_bytes(salt))))
         try:
             yield
         finally:
@@ -410,11 +413,13 @@ class PromptCache:
         """
         for attachment in list(self._attachments):
             attachment.detach()
-        if not self._core.closed:
-            for paged in list(self._paged_caches):
-                paged.leave_pool()
-        self._planes = [None] * len(self._planes)
-        self._core.close()
+        try:
+            if not self._core.closed:
+                for paged in list(self._paged_caches):
+                    paged.leave_pool()
+        finally:
+            self._core.close()
+            self._planes = [None] * len(self._planes)
 
     def __enter__(self) -> Self:
         return self
@@ -431,7 +436,7 @@ class PromptCache:
         if namespace is None:
             namespace = self._own_namespace()
         if salt is None:
-            salt = next((set_salt for owner, set_salt in reversed(_SALT.get()) if owner == id(self)), None)
+            salt = next((set_salt for owner, set_salt in reversed(_SALT.get()) if owner is self._salt_key), None)
         tail = b"" if salt is None else b"salt" + _salt_bytes(salt)
         return len(namespace).to_bytes(8, "little") + namespace + tail
 
@@ -482,7 +487,7 @@ class PromptCache:
         return addresses
 
 
-_SALT: ContextVar[tuple[tuple[int, bytes], ...]] = ContextVar("salt", default=())
+_SALT: ContextVar[tuple[tuple[object, bytes], ...]] = ContextVar("salt", default=())
 
 
 def _salt_bytes(salt: str | bytes) -> bytes:

@@ -394,6 +394,22 @@ def test_a_copy_of_a_cache_is_a_dense_cache_of_its_own(model) -> None:
         assert len(list(ours)) == 4
 
 
+def test_closing_a_cache_for_which_there_is_no_memory_still_closes(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    with torch.no_grad():
+        kept = model(SYSTEM).cache
+
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(DynamicCache, "update", fail)
+    with pytest.raises(MemoryError):
+        cache.close()
+    with pytest.raises(npc.CacheClosed):
+        cache.stats()
+    del kept
+
+
 def test_closing_the_cache_leaves_running_conversations_alone(model) -> None:
     prompt, more = join(SYSTEM, tokens(5)), tokens(3, seed=7)
     with torch.no_grad():
@@ -668,6 +684,84 @@ def test_detaching_while_other_threads_generate(model) -> None:
                 assert isinstance(result, torch.Tensor), result
                 assert torch.equal(result, plain)
             assert model.config._attn_implementation == "sdpa"
+
+
+def test_attaching_again_over_somebodys_wrapper(model) -> None:
+    with npc.PromptCache.for_model(model, pool_bytes=64 << 20) as cache:
+        handle = cache.attach(model)
+        ours = model.forward
+        model.forward = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
+        handle.detach()
+        with cache.attach(model):
+            for expected in (500, 501):
+                model.generate(SYSTEM, max_new_tokens=1, do_sample=False)
+                assert computed(cache) == expected
+    del model.forward
+
+
+def test_attachments_in_the_middle_of_a_forward(model) -> None:
+    prompt = join(SYSTEM, tokens(5))
+    plain = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    with npc.PromptCache.for_model(model, pool_bytes=64 << 20) as cache:
+        handle = cache.attach(model)
+
+        def meddle(*args: object) -> None:
+            hook.remove()
+            handle.detach()
+            cache.attach(model).detach()
+
+        hook = model.model.layers[1].register_forward_hook(meddle)
+        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), plain)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_looking_at_the_layers_in_the_middle_of_a_forward(model) -> None:
+    prompt, more = join(SYSTEM, tokens(5)), tokens(3, seed=7)
+    looked: list[int] = []
+
+    def look(module: torch.nn.Module, args: object, kwargs: dict[str, object]) -> None:
+        looked.append(len(kwargs["cache"].layers))
+
+    hook = model.model.layers[2].register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad():
+        plain = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        expected = model(more, cache=model(prompt).cache).logits
+        cache = npc.enable(model, pool_bytes=64 << 20)
+        other = cache.acquire(list(range(300)))
+        flat = cache.key(0).view(-1, 2, 16)
+        flat[torch.from_numpy(other.slots(0, 300))] = 7.0
+        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), plain)
+        torch.testing.assert_close(model(more, cache=model(prompt).cache).logits, expected, rtol=1e-4, atol=1e-4)
+    assert (flat[torch.from_numpy(other.slots(0, 300))] == 7.0).all()
+    assert len(looked) > 10
+    other.release()
+    hook.remove()
+
+
+def test_closing_while_other_threads_generate(model) -> None:
+    prompt = join(SYSTEM, tokens(5))
+    plain = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    for delay_ms in (5, 15, 30, 45):
+        cache = npc.enable(model, pool_bytes=64 << 20)
+        results: list[object] = []
+
+        def work(results: list[object] = results) -> None:
+            try:
+                results.append(model.generate(prompt, max_new_tokens=12, do_sample=False))
+            except npc.CacheClosed:
+                results.append(None)  # its forward had begun: it was told
+            except BaseException as error:
+                results.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(delay_ms / 1e3)
+        cache.close()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            assert result is None or torch.equal(result, plain), result
 
 
 def test_closing_the_cache_detaches(model) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -38,52 +38,28 @@ class Attachment:
         #: True where closing the cache is up to `npu_prompt_cache.disable`.
         self.owns_cache = False
         self.installed = False
-        self._own_attention = original_attention(model.config._attn_implementation)
         self._positional = tuple(inspect.signature(model.forward).parameters)
         self._scopes = threading.local()
         self._replaced: dict[str, Any] = {}
-        self._running = 0
-        self._lock = threading.Lock()
         self._install()
 
     def detach(self) -> None:
         """Restores the model exactly. May be called again, and while other threads run the model."""
-        if not self.installed:
-            return
-        self.installed = False
-        for name, before in self._replaced.items():
-            if not isinstance(self.model.__dict__.get(name), _Method):
-                continue  # somebody wrapped ours: it falls through to the model's own from now on
-            if before is None:
-                del self.model.__dict__[name]
-            else:
-                self.model.__dict__[name] = before
-        self.cache._attachments.remove(self)
-        _attachments.discard(self)
-        with self._lock:
-            idle = self._running == 0
-        if idle:
-            self._restore_attention()
-
-    def _restore_attention(self) -> None:
-        # Another attached model may share the config; and our function falls through to the model's own anyway.
-        shared = any(other.model.config is self.model.config for other in list(_attachments))
-        if is_ours(self.model.config._attn_implementation) and not shared:
-            self.model.set_attn_implementation(self._own_attention)
-
-    @contextmanager
-    def _forward_running(self) -> Iterator[None]:
-        """A detach in the middle of a forward leaves the attention function to it."""
-        with self._lock:
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._running -= 1
-                is_last = self._running == 0 and not self.installed
-            if is_last:
-                self._restore_attention()
+        with _AttentionUse.lock:
+            if not self.installed:
+                return
+            self.installed = False
+            for name, before in self._replaced.items():
+                if not isinstance(self.model.__dict__.get(name), _Method):
+                    continue  # somebody wrapped ours: it falls through to the model's own from now on
+                if before is None:
+                    del self.model.__dict__[name]
+                else:
+                    self.model.__dict__[name] = before
+            self.cache._attachments.remove(self)
+            _attachments.discard(self)
+            self._attention.attached -= 1
+            self._attention.restore_if_unused()
 
     def __enter__(self) -> Attachment:
         return self
@@ -97,13 +73,15 @@ class Attachment:
             "generate": self._generate,
             "_prepare_cache_for_generation": self._prepare_cache,
         }
-        self.model.set_attn_implementation(f"{ATTENTION_PREFIX}{self._own_attention}")
-        for name, replacement in methods.items():
-            self._replaced[name] = self.model.__dict__.get(name)
-            self.model.__dict__[name] = _Method(self, name, getattr(self.model, name), replacement)
-        self.cache._attachments.append(self)
-        _attachments.add(self)
-        self.installed = True
+        with _AttentionUse.lock:
+            self._attention = _AttentionUse.of(self.model)
+            self._attention.set_ours()
+            for name, replacement in methods.items():
+                self._replaced[name] = self.model.__dict__.get(name)
+                self.model.__dict__[name] = _Method(self, name, getattr(self.model, name), replacement)
+            self.cache._attachments.append(self)
+            _attachments.add(self)
+            self.installed = True
 
     # -- generate: the scope of a request
 
@@ -160,15 +138,17 @@ class Attachment:
         kwargs.update(zip(self._positional, args, strict=False))
         if "past_key_values" in kwargs and kwargs.get("cache") is None:
             kwargs["cache"] = kwargs.pop("past_key_values")
-        with self._forward_running():
-            return self._serve(original, kwargs)
-
-    def _serve(self, original: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         cache = kwargs.get("cache")
-        paged = cache if isinstance(cache, PagedCache) and cache.is_of(self.cache, self.model) else None
+        paged = self._new_cache(in_generate=False) if cache is None else cache
+        if not isinstance(paged, PagedCache) or not paged.is_of(self.cache, self.model):
+            return original(**kwargs)
+        # A close or a detach in another thread waits for, or leaves its rest to, the forward that runs.
+        with self._attention.running(), paged.lock:
+            return self._serve(original, kwargs, paged)
+
+    def _serve(self, original: Callable[..., Any], kwargs: dict[str, Any], paged: PagedCache) -> Any:
         request = read_request(self.cache, self.model, kwargs, paged)
         if request is not None:
-            paged = paged if paged is not None else self._new_cache(in_generate=False)
             try:
                 skips = paged.begin(request)
             except LeaseReleased:
@@ -177,8 +157,8 @@ class Attachment:
                 warnings.warn(f"running uncached: {error}", CacheBypassWarning, stacklevel=2)
             else:
                 return self._run(original, paged, request, skips)
-        if isinstance(cache, PagedCache):
-            kwargs["cache"] = cache.to_dense()
+        if kwargs.get("cache") is not None:
+            kwargs["cache"] = paged.to_dense()
         return original(**kwargs)
 
     def _run(
@@ -214,6 +194,50 @@ class Attachment:
         return output  # type: ignore[no-any-return]
 
 
+class _AttentionUse:
+    """Who needs our attention function to be the one that a config names: attachments, and forwards that run.
+
+    Models may share a config, and a forward that runs while its model is detached needs the function to its end: the
+    model's own is named again when nobody is left. Every attribute is guarded by `lock`.
+    """
+
+    lock = threading.RLock()
+    _of_config: ClassVar[dict[int, _AttentionUse]] = {}
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._own = original_attention(model.config._attn_implementation)
+        self.attached = 0
+        self._running = 0
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> _AttentionUse:
+        with cls.lock:
+            return cls._of_config.setdefault(id(model.config), cls(model))
+
+    def set_ours(self) -> None:
+        self._model.set_attn_implementation(f"{ATTENTION_PREFIX}{self._own}")
+        self.attached += 1
+
+    def restore_if_unused(self) -> None:
+        if self.attached or self._running:
+            return
+        if is_ours(self._model.config._attn_implementation):
+            self._model.set_attn_implementation(self._own)
+        self._of_config.pop(id(self._model.config), None)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with self.lock:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._running -= 1
+                self.restore_if_unused()
+
+
 class _Method:
     """An instance attribute over a method of the model; a copy of the model gets the plain method."""
 
@@ -224,7 +248,8 @@ class _Method:
         self._name = name
         self._original = original
         self._replacement = replacement
-        functools.update_wrapper(self, original)  # generate() reads the signature of forward
+        # generate() reads the signature of forward. Not its attributes: they may be those of one of ours.
+        functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.attachment.installed:
@@ -234,7 +259,12 @@ class _Method:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # A copy, and what is unpickled elsewhere, has no cache attached. A function of this module, so that unpickling
         # imports it: the config still names our attention function, which falls through to the model's own.
-        return _plain_method, (self.attachment.model, self._name)
+        before = self.attachment._replaced[self._name]
+        return (_itself, (before,)) if before is not None else (_plain_method, (self.attachment.model, self._name))
+
+
+def _itself(method: Callable[..., Any]) -> Callable[..., Any]:
+    return method
 
 
 def _plain_method(model: PreTrainedModel, name: str) -> types.MethodType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,6 +60,8 @@ class PagedCache(DynamicCache):
         self._columns = 0  # padding and tokens so far, the same for all rows
         self._forward: PagedForward | None = None
         self._dense: DynamicCache | None = None
+        #: Held over a forward, and over whatever moves K/V or gives them back.
+        self.lock = threading.RLock()
         prompt_cache._paged_caches.add(self)
 
     # -- as a transformers Cache
@@ -197,40 +200,52 @@ class PagedCache(DynamicCache):
             self.publish()
 
     def publish(self) -> None:
-        """Commits every row as far as it was computed: not where the weights are others now than at the beginning."""
-        if self._dense is not None or self.is_empty or self._given_back:
-            return
-        later = torch.cat(self._later, dim=1).numpy(force=True) if self._later else None
-        try:
-            if namespace_of(self._model) != self._namespace:
+        """Commits every row as far as it was computed: not where the model is another now than at the beginning."""
+        with self.lock:
+            if self._dense is not None or self.is_empty or self._given_back:
                 return
-            for row, lease in enumerate(self._leases):
-                ids = self._prompts[row]
-                if later is not None:
-                    ids = np.concatenate([ids, _without_padding(later[row], self._pad_token_id)])
-                lease.commit(ids)
-        except PromptCacheError as error:
-            warnings.warn(f"not cached: {error}", CacheBypassWarning, stacklevel=2)
+            try:
+                if namespace_of(self._model) == self._namespace:
+                    for lease, ids in zip(self._leases, self._computed_ids(), strict=True):
+                        lease.commit(ids)
+            except PromptCacheError as error:
+                warnings.warn(f"not cached: {error}", CacheBypassWarning, stacklevel=2)
+
+    def _computed_ids(self) -> list[npt.NDArray[np.int64]]:
+        """Token ids of each row, as far as it was computed."""
+        if not self._later:
+            return self._prompts
+        later = torch.cat(self._later, dim=1).numpy(force=True)
+        rows = zip(self._prompts, later, strict=True)
+        return [np.concatenate([prompt, _without_padding(row, self._pad_token_id)]) for prompt, row in rows]
 
     def release(self) -> None:
         """Gives the leases back; what was not published is lost, and this cache cannot be used on."""
-        leases, self._leases = self._leases, []
-        self._given_back = self._dense is None and not self.is_empty
-        for lease in leases:
-            if not lease.released:
-                lease.release()
+        with self.lock:
+            leases, self._leases = self._leases, []
+            self._given_back = self._dense is None and not self.is_empty
+            for lease in leases:
+                if not lease.released:
+                    lease.release()
 
     def leave_pool(self) -> None:
         """Becomes dense because the pool is about to go; not in the middle of a forward, which needs it."""
-        if self._forward is None and not self._given_back:
-            self.to_dense()
+        with self.lock:
+            if self._forward is None and not self._given_back:
+                self.to_dense()
 
     def to_dense(self) -> DynamicCache:
-        """Copies the K/V out of the pool, left-padded, into the `DynamicCache` that this cache is from now on."""
-        if self._dense is None:
-            self._dense = self._dense_copy()
-            self.release()
-        return self._dense
+        """Copies the K/V out of the pool, left-padded, into the `DynamicCache` that this cache is from now on.
+
+        In the middle of a forward, which goes on in the pool, only the copy is made.
+        """
+        with self.lock:
+            if self._forward is not None:
+                return self._dense_copy()
+            if self._dense is None:
+                self._dense = self._dense_copy()
+                self.release()
+            return self._dense
 
     def _dense_copy(self) -> DynamicCache:
         if self._given_back:
@@ -248,7 +263,8 @@ class PagedCache(DynamicCache):
 
     def __reduce__(self) -> tuple[Callable[..., DynamicCache], tuple[DynamicCache]]:
         # A copy, deep or pickled, is a dense cache of its own; this one stays in the pool.
-        return _itself, (self._dense if self._dense is not None else self._dense_copy(),)
+        with self.lock:
+            return _itself, (self._dense if self._dense is not None else self._dense_copy(),)
 
     def _rows(self, plane: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         flat = plane.view(-1, *plane.shape[2:])

@@ -33,7 +33,7 @@ class Request(NamedTuple):
 
 
 def read_request(
-    cache: PromptCache, model: PreTrainedModel, kwargs: dict[str, Any], paged: PagedCache | None
+    cache: PromptCache, model: PreTrainedModel, kwargs: dict[str, Any], paged: PagedCache
 ) -> Request | None:
     """The arguments as the cache serves them, or None where they ask for something that it does not."""
     ids = kwargs.get("input_ids")
@@ -48,8 +48,8 @@ def read_request(
         or torch.is_grad_enabled()
         or not is_ours(model.config._attn_implementation)
         or model.config.num_hidden_layers != cache.layout.num_layers
-        or (kwargs.get("cache") is not None and (paged is None or paged.dense is not None))
-        or (paged is not None and paged.rows not in (0, len(ids)))
+        or paged.dense is not None
+        or paged.rows not in (0, len(ids))
         or not _first_of(kwargs.get("use_cache"), model.config.use_cache)
         or not _first_of(kwargs.get("return_dict"), model.config.return_dict)
         or any(value is not None for name, value in kwargs.items() if name not in _UNDERSTOOD | _FORBIDDEN_WHEN_TRUE)
@@ -58,7 +58,7 @@ def read_request(
     ):
         return None
     batch, columns = ids.shape
-    past = 0 if paged is None else paged.get_seq_length()
+    past = paged.get_seq_length()
     padding = _left_padding(kwargs.get("attention_mask"), batch, past, columns, paged)
     if padding is None or not _positions_are_natural(kwargs.get("position_ids"), padding, past, columns):
         return None
@@ -72,10 +72,10 @@ def _first_of(given: Any, default: Any) -> Any:
 
 
 def _left_padding(
-    mask: torch.Tensor | None, batch: int, past: int, columns: int, paged: PagedCache | None
+    mask: torch.Tensor | None, batch: int, past: int, columns: int, paged: PagedCache
 ) -> npt.NDArray[np.int64] | None:
     """Columns of left padding of each row, or None where the mask is anything else than left padding."""
-    known = paged.starts if paged is not None and past else None
+    known = paged.starts if past else None
     if mask is None:
         # Without a mask the model attends to padding that the cache holds, and has its reasons.
         return None if known is not None and known.any() else np.zeros(batch, np.int64)
