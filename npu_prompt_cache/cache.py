@@ -418,8 +418,8 @@ class PromptCache:
                 for paged in list(self._paged_caches):
                     paged.leave_pool()
         finally:
+            self._planes = [None] * len(self._planes)  # ours hold the memory too: the pool is to go now
             self._core.close()
-            self._planes = [None] * len(self._planes)
 
     def __enter__(self) -> Self:
         return self

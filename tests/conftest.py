@@ -14,15 +14,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow in their long form")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
-        return
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+    parser.addoption("--slow", action="store_true", help="run sweeps in full instead of samples of them")
 
 
 @pytest.fixture(autouse=True)

@@ -77,11 +77,13 @@ def test_a_life_reaches_every_function_that_is_bound() -> None:
 
 @pytest.mark.parametrize("times", [1, None], ids=["once", "for good"])
 @pytest.mark.parametrize("function", sorted(calls_of_a_life()))
-def test_failing_each_call_in_turn(function: str, times: int | None) -> None:
+def test_failing_each_call_in_turn(function: str, times: int | None, pytestconfig: pytest.Config) -> None:
     calls = calls_of_a_life()[function]
-    # All calls of a function that is called seldom; of the others the first ones, where the kinds of use differ, and
-    # some later ones.
+    # All calls with --slow. Without, of a function that is called often, the first ones, where the kinds of use differ,
+    # and some later ones.
     tried = sorted({*range(1, min(calls, 30) + 1), *range(30, calls, max(1, calls // 20)), calls})
+    if pytestconfig.getoption("--slow"):
+        tried = list(range(1, calls + 1))
     failed = 0
     before = sim.memory()
     for call in tried:

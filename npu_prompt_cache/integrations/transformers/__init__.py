@@ -3,8 +3,8 @@
 How it works. An attached model has three instance attributes over its class's methods, and the name of an attention
 function of ours (a registry entry that falls through to the model's own) in its config:
 
-* ``generate`` is the scope of a request: when it ends well, what was computed is published; however it ends, its
-  leases are released.
+* ``generate`` is the scope of a request: when it ends well, what was computed is published, and its leases go with
+  its cache object; when it fails, nothing is published and they go at once.
 * ``_prepare_cache_for_generation`` gives greedy and sampled generation a `PagedCache` instead of a ``DynamicCache``.
 * ``forward`` looks the prompt up, packs the tokens that are not cached, without padding, into one row, and runs the
   model's own forward on it; its layers write K/V into the pool and attend over it.
