@@ -9,7 +9,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 SIMULATOR = "npu_prompt_cache.sim.libascendcl"
-# NPU_PROMPT_CACHE_CFLAGS lets scripts/asan.sh build the same sources with sanitizers.
+# NPU_PROMPT_CACHE_CFLAGS lets scripts/sanitize.sh build the same sources with sanitizers.
 EXTRA = os.environ.get("NPU_PROMPT_CACHE_CFLAGS", "").split()
 COMPILE = ["-std=c++17", "-O3", "-g0", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", *EXTRA]
 

@@ -249,6 +249,7 @@ class PromptCache:
                 f"pool_bytes={self.config.pool_bytes} makes planes of {elements} elements; operators on the NPU take "
                 f"fewer than {MAX_PLANE_ELEMENTS}: make the pool smaller"
             )
+        self._plane_addresses = tuple(self._core.plane_address(plane) for plane in range(layout.num_planes))
         self._planes: list[torch.Tensor | None] = [None] * layout.num_planes
         self._attachments: list[Attachment] = []
         self._paged_caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
@@ -322,8 +323,7 @@ class PromptCache:
         cached_tokens, table = self._core.lookup(self._root(salt), _ids(token_ids))
         if not cached_tokens:
             return None
-        addresses = tuple(self._core.plane_address(plane) for plane in range(self.layout.num_planes))
-        return Match(cached_tokens, table, self.layout.plane_block_bytes, addresses)
+        return Match(cached_tokens, table, self.layout.plane_block_bytes, self._plane_addresses)
 
     def acquire(
         self,

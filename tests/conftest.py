@@ -57,7 +57,7 @@ def make_cache() -> Iterator[Callable[..., npc.PromptCache]]:
 
 
 def small_layout(block_size: int = 16, **changes: object) -> npc.KVLayout:
-    """Two layers, 64 bytes of K a token: 8 KiB a block of 16 in all planes... small enough to fill a pool."""
+    """Two layers, 64 bytes of K a token: a block of 16 tokens takes 4 KiB in all planes."""
     options = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float16}
     return npc.KVLayout(**{**options, "block_size": block_size, **changes})  # type: ignore[arg-type]
 

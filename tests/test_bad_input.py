@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -167,6 +168,16 @@ def test_planes_must_stay_below_the_operators_limit() -> None:
         npc.PromptCache(layout, max_gb=8.1)
 
 
+def uses_of(lease: npc.Lease) -> list[Callable[[], object]]:
+    return [
+        lambda: lease.commit([1, 2, 3]),
+        lambda: lease.extend(1),
+        lambda: lease.slots(0, 1),
+        lambda: lease.block_table,
+        lambda: lease.length,
+    ]
+
+
 def test_use_after_close(make_cache) -> None:
     cache = make_cache()
     lease = cache.acquire([1, 2, 3])
@@ -180,11 +191,7 @@ def test_use_after_close(make_cache) -> None:
         lambda: cache.key(0),
         cache.stats,
         cache.clear,
-        lambda: lease.commit([1, 2, 3]),
-        lambda: lease.extend(1),
-        lambda: lease.slots(0, 1),
-        lambda: lease.block_table,
-        lambda: lease.length,
+        *uses_of(lease),
     ]
     for call in calls:
         with pytest.raises(npc.CacheClosed, match="closed"):
@@ -199,15 +206,7 @@ def test_use_after_release(make_cache) -> None:
     cache = make_cache()
     lease = cache.acquire([1, 2, 3])
     lease.release()
-    calls = [
-        lease.release,
-        lambda: lease.commit([1, 2, 3]),
-        lambda: lease.extend(1),
-        lambda: lease.slots(0, 1),
-        lambda: lease.block_table,
-        lambda: lease.length,
-    ]
-    for call in calls:
+    for call in [lease.release, *uses_of(lease)]:
         with pytest.raises(npc.LeaseReleased, match="released"):
             call()
     with lease:

@@ -102,8 +102,11 @@ Acquired Cache::acquire(std::string_view name_space, const Token* tokens, int64_
   if (match.tail.entry != nullptr) lease->held.push_back(match.tail.entry);
   lease->cached = match.tokens;
   lease->length = count;
-  if (counted) count_lookup(count, lease->cached);
-  if (counted) counters_.computed_tokens += count - lease->cached;
+  if (counted) {
+    count_lookup(count, lease->cached);
+    counters_.computed_tokens += count - lease->cached;
+  }
+  result.cached_tokens = lease->cached;
   result.lease = lease.release();
   leases_.insert(result.lease);
   return result;
@@ -232,11 +235,6 @@ void Cache::release(Lease* lease, Ticket last_use) {
   tree_.unpin(lease->root);
   tree_.drop_root_if_unused(lease->root);
   enforce_watermark();
-}
-
-int64_t Cache::cached_tokens(const Lease* lease) const {
-  std::lock_guard lock(mutex_);
-  return lease->cached;
 }
 
 int64_t Cache::length(const Lease* lease) const {

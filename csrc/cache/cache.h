@@ -84,6 +84,7 @@ class Lease {
 
 struct Acquired {
   Lease* lease = nullptr;  // null: try again once ticket `wait_for` has passed
+  int64_t cached_tokens = 0;
   std::optional<RowCopy> copy;
   Ticket wait_for = 0;
   Ticket written = 0;  // wait for this ticket before reading what was found: another stream writes it
@@ -104,8 +105,8 @@ class Cache {
 
   // A lease for a prompt of `count` >= 1 tokens. At most `limit` of them are taken from the cache, 0 <= limit
   // < count. Throws PoolExhausted where not even evicting everything else would make room. `newest` is the
-  // newest ticket handed out: when it has passed, all blocks that are fenced now are free. `counted` = false
-  // leaves the hit statistics alone.
+  // newest ticket handed out: when it has passed, all blocks that are fenced now are free. The request will
+  // read on `stream`. `counted` = false leaves the hit statistics alone.
   Acquired acquire(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit,
                    Ticket newest, StreamId stream = nullptr, bool counted = true);
 
@@ -113,16 +114,15 @@ class Cache {
   // try.
   std::optional<Ticket> extend(Lease* lease, int64_t count, Ticket newest);
 
-  // Publishes tokens [0, count): their K/V are in the lease's slots, or will be once the stream's work so far
-  // has run. cached <= count <= length; tokens must begin as acquired and as committed before. Returns the
-  // number of tokens that were not cached before.
+  // Publishes tokens [0, count): their K/V are in the lease's slots, or will be once `written`, a ticket
+  // taken on `stream`, has passed. cached <= count <= length; tokens must begin as acquired and as committed
+  // before. Returns the number of tokens that were not cached before.
   int64_t commit(Lease* lease, const Token* tokens, int64_t count, Ticket written = 0,
                  StreamId stream = nullptr);
 
   // Ends the lease and deletes it; what it did not commit is lost. Its blocks may be read until `last_use`.
   void release(Lease* lease, Ticket last_use);
 
-  int64_t cached_tokens(const Lease* lease) const;
   int64_t length(const Lease* lease) const;
   std::vector<BlockId> block_table(const Lease* lease) const;
   // Slot numbers block * block_size + offset of tokens [start, stop), stop <= length.

@@ -61,28 +61,34 @@ LookedUp PromptCache::lookup(std::string_view name_space, const Token* tokens, i
   return cache_->lookup(name_space, tokens, count, true);
 }
 
-Acquired PromptCache::acquire_blocks(std::string_view name_space, const Token* tokens, int64_t count,
-                                     int64_t limit, acl::Stream stream, bool counted) {
+// A lease whose cached part may be read on `on`, but for the rows that are still to be copied.
+std::shared_ptr<LeaseHandle> PromptCache::lease(std::string_view name_space, const Token* tokens,
+                                                int64_t count, int64_t limit, acl::Stream on, bool counted,
+                                                std::optional<RowCopy>& copy) {
   for (;;) {
-    cache_->pass(fences_->poll());
-    Acquired acquired = cache_->acquire(name_space, tokens, count, limit, fences_->newest(), stream, counted);
-    if (acquired.lease != nullptr) return acquired;
-    fences_->wait(acquired.wait_for);
+    pass_fences();
+    Acquired acquired = cache_->acquire(name_space, tokens, count, limit, fences_->newest(), on, counted);
+    if (acquired.lease == nullptr) {
+      fences_->wait(acquired.wait_for);
+      continue;
+    }
+    // From here on the handle releases, whatever happens: after the copies that were enqueued (P5, P6).
+    auto handle =
+        std::make_shared<LeaseHandle>(shared_from_this(), acquired.lease, on, acquired.cached_tokens);
+    if (acquired.written != 0) fences_->wait(acquired.written);
+    copy = acquired.copy;
+    return handle;
   }
 }
 
 std::shared_ptr<LeaseHandle> PromptCache::acquire(std::string_view name_space, const Token* tokens,
                                                   int64_t count, int64_t limit, acl::Stream stream) {
-  check_usable();
   std::shared_ptr<Region> region = this->region();
   acl::Stream on = stream != nullptr ? stream : own_stream_;
-  Acquired acquired = acquire_blocks(name_space, tokens, count, limit, on, true);
-  // From here on the handle releases, whatever happens: after the copies that were enqueued (P5, P6).
-  auto handle = std::make_shared<LeaseHandle>(shared_from_this(), acquired.lease, on,
-                                              cache_->cached_tokens(acquired.lease));
-  if (acquired.written != 0) fences_->wait(acquired.written);
-  if (acquired.copy) {
-    region->copy_rows(*acquired.copy, on);
+  std::optional<RowCopy> copy;
+  auto handle = lease(name_space, tokens, count, limit, on, true, copy);
+  if (copy) {
+    region->copy_rows(*copy, on);
     if (stream == nullptr) synchronize_own_stream();
   }
   return handle;
@@ -90,37 +96,41 @@ std::shared_ptr<LeaseHandle> PromptCache::acquire(std::string_view name_space, c
 
 int64_t PromptCache::insert(std::string_view name_space, const Token* tokens, int64_t count,
                             const std::vector<Source>& sources, acl::Stream stream) {
-  check_usable();
   std::shared_ptr<Region> region = this->region();
   acl::Stream on = stream != nullptr ? stream : own_stream_;
   if (cache_->lookup(name_space, tokens, count, false).cached_tokens == count) return 0;
-  Acquired acquired = acquire_blocks(name_space, tokens, count, count - 1, on, false);
-  int64_t cached = cache_->cached_tokens(acquired.lease);
-  LeaseHandle handle(shared_from_this(), acquired.lease, on, cached);
-  if (acquired.written != 0) fences_->wait(acquired.written);
+  std::optional<RowCopy> copy;
+  auto handle = lease(name_space, tokens, count, count - 1, on, false, copy);
+  int64_t cached = handle->cached_tokens();
   try {
-    if (acquired.copy) region->copy_rows(*acquired.copy, on);
+    if (copy) region->copy_rows(*copy, on);
     std::vector<Source> rest = sources;
     for (size_t p = 0; p < rest.size(); ++p) {
       rest[p].data = static_cast<const char*>(rest[p].data) +
                      cached * (region->plane_block_bytes(p) / region->block_size());
     }
-    region->fill(rest, handle.block_table(), cached, count - cached, on);
+    region->fill(rest, handle->block_table(), cached, count - cached, on);
   } catch (...) {
     // What was enqueued on our own stream reads the caller's memory: not after this call.
-    if (stream == nullptr) runtime_->api().aclrtSynchronizeStream(on);
+    try {
+      if (stream == nullptr) synchronize_own_stream();
+    } catch (const acl::AclError&) {
+      // The first error says more.
+    }
     throw;
   }
   if (stream == nullptr) synchronize_own_stream();
-  int64_t news = handle.commit(tokens, count);
-  handle.release();
+  int64_t news = handle->commit(tokens, count);
+  handle->release();
   return news;
 }
+
+void PromptCache::pass_fences() { cache_->pass(fences_->poll()); }
 
 void PromptCache::extend(Lease* lease, int64_t count) {
   check_usable();
   for (;;) {
-    cache_->pass(fences_->poll());
+    pass_fences();
     std::optional<Ticket> ticket = cache_->extend(lease, count, fences_->newest());
     if (!ticket) return;
     fences_->wait(*ticket);
@@ -130,7 +140,7 @@ void PromptCache::extend(Lease* lease, int64_t count) {
 void PromptCache::release(Lease* lease, acl::Stream stream) {
   Ticket ticket = fences_->take(stream);
   cache_->release(lease, ticket);
-  cache_->pass(fences_->poll());
+  pass_fences();
 }
 
 void PromptCache::synchronize_own_stream() {
@@ -221,7 +231,7 @@ int64_t LeaseHandle::commit(const Token* tokens, int64_t count) {
   Lease* lease = live();
   Ticket written = cache_->fences_->take(stream_);
   int64_t news = cache_->cache_->commit(lease, tokens, count, written, stream_);
-  cache_->cache_->pass(cache_->fences_->poll());
+  cache_->pass_fences();
   return news;
 }
 

@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -88,8 +89,10 @@ class PromptCache : public std::enable_shared_from_this<PromptCache> {
 
  private:
   friend class LeaseHandle;
-  Acquired acquire_blocks(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit,
-                          acl::Stream stream, bool counted);
+  std::shared_ptr<LeaseHandle> lease(std::string_view name_space, const Token* tokens, int64_t count,
+                                     int64_t limit, acl::Stream on, bool counted,
+                                     std::optional<RowCopy>& copy);
+  void pass_fences();
   void extend(Lease* lease, int64_t count);
   void release(Lease* lease, acl::Stream stream);
   void synchronize_own_stream();

@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from npu_prompt_cache.errors import LeaseReleased, PromptCacheError, UnsupportedModel
 from npu_prompt_cache.integrations.transformers.attention import PagedForward
 from npu_prompt_cache.integrations.transformers.models import ATTENTION_PREFIX, is_ours, layout_of, original_attention
-from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache
+from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache, itself
 from npu_prompt_cache.integrations.transformers.request import Request, kept_rows, pack, read_request, unpack
 
 if TYPE_CHECKING:
@@ -260,11 +260,7 @@ class _Method:
         # A copy, and what is unpickled elsewhere, has no cache attached. A function of this module, so that unpickling
         # imports it: the config still names our attention function, which falls through to the model's own.
         before = self.attachment._replaced[self._name]
-        return (_itself, (before,)) if before is not None else (_plain_method, (self.attachment.model, self._name))
-
-
-def _itself(method: Callable[..., Any]) -> Callable[..., Any]:
-    return method
+        return (itself, (before,)) if before is not None else (_plain_method, (self.attachment.model, self._name))
 
 
 def _plain_method(model: PreTrainedModel, name: str) -> types.MethodType:

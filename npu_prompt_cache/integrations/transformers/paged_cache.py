@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from npu_prompt_cache.cache import Lease, PromptCache
     from npu_prompt_cache.integrations.transformers.attention import PagedForward
     from npu_prompt_cache.integrations.transformers.request import Request
+
+
+_T = TypeVar("_T")
 
 
 class CacheBypassWarning(RuntimeWarning):
@@ -154,10 +157,10 @@ class PagedCache(DynamicCache):
         ids = request.input_ids.numpy(force=True).copy()  # the caller may write to its own
         self._namespace = namespace_of(self._model)
         prompts = [row[start:] for row, start in zip(ids, request.starts, strict=True)]
+        root, first_kept = cache._root(None, self._namespace), int(request.kept.min())
         try:
             for prompt, start in zip(prompts, request.starts, strict=True):
-                first_kept = max(int(request.kept.min()) - int(start), 0)
-                leases.append(cache._acquire(cache._root(None, self._namespace), prompt, first_kept, None))
+                leases.append(cache._acquire(root, prompt, max(first_kept - int(start), 0), None))
         except BaseException:
             self.release()
             raise
@@ -264,7 +267,7 @@ class PagedCache(DynamicCache):
     def __reduce__(self) -> tuple[Callable[..., DynamicCache], tuple[DynamicCache]]:
         # A copy, deep or pickled, is a dense cache of its own; this one stays in the pool.
         with self.lock:
-            return _itself, (self._dense if self._dense is not None else self._dense_copy(),)
+            return itself, (self._dense if self._dense is not None else self._dense_copy(),)
 
     def _rows(self, plane: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         flat = plane.view(-1, *plane.shape[2:])
@@ -274,8 +277,9 @@ class PagedCache(DynamicCache):
         return rows.transpose(1, 2).contiguous()
 
 
-def _itself(dense: DynamicCache) -> DynamicCache:
-    return dense
+def itself(value: _T) -> _T:
+    """What it is given: a copy by ``__reduce__`` of something that is made already."""
+    return value
 
 
 def _without_padding(ids: npt.NDArray[np.int64], pad_token_id: int | None) -> npt.NDArray[np.int64]:

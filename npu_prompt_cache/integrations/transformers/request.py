@@ -22,6 +22,7 @@ _UNDERSTOOD = frozenset(
     {"input_ids", "attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep", "return_dict"}
 )
 _FORBIDDEN_WHEN_TRUE = frozenset({"output_attentions", "output_hidden_states"})
+_KNOWN = _UNDERSTOOD | _FORBIDDEN_WHEN_TRUE
 
 
 class Request(NamedTuple):
@@ -52,7 +53,7 @@ def read_request(
         or paged.rows not in (0, len(ids))
         or not _first_of(kwargs.get("use_cache"), model.config.use_cache)
         or not _first_of(kwargs.get("return_dict"), model.config.return_dict)
-        or any(value is not None for name, value in kwargs.items() if name not in _UNDERSTOOD | _FORBIDDEN_WHEN_TRUE)
+        or any(value is not None for name, value in kwargs.items() if name not in _KNOWN)
         or any(_first_of(kwargs.get(name), getattr(model.config, name, None)) for name in _FORBIDDEN_WHEN_TRUE)
         or getattr(model, "_hf_peft_config_loaded", False)
     ):
@@ -126,15 +127,10 @@ def pack(request: Request, batch: PagedBatch, skips: list[int]) -> tuple[torch.T
     return torch.cat(rows).unsqueeze(0), torch.cat(positions).unsqueeze(0).to(device)
 
 
-def _packed_places(request: Request, batch: PagedBatch, skips: list[int]) -> npt.NDArray[np.int64]:
-    """``[batch, kept]``: where each column asked for stands in the packed row; -1 for padding."""
-    first = np.array([sequence.start for sequence in batch.sequences]) - request.starts - np.array(skips)
-    return np.where(request.kept >= request.starts[:, None], request.kept + first[:, None], -1)
-
-
 def kept_rows(request: Request, batch: PagedBatch, skips: list[int]) -> torch.Tensor:
-    """Places in the packed row whose logits are asked for; padding asks for place 0, and gets no use of it."""
-    places = _packed_places(request, batch, skips).clip(min=0)
+    """``[batch * kept]``: places in the packed row of the columns asked for; 0 for padding, which gets no use of it."""
+    first = np.array([sequence.start for sequence in batch.sequences]) - request.starts - np.array(skips)
+    places = np.where(request.kept >= request.starts[:, None], request.kept + first[:, None], 0)
     return torch.from_numpy(places.reshape(-1)).to(request.input_ids.device)
 
 
