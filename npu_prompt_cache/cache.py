@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -17,6 +18,7 @@ import torch
 
 from npu_prompt_cache import _core, sim
 from npu_prompt_cache.config import CacheConfig
+from npu_prompt_cache.errors import CacheClosed
 from npu_prompt_cache.layout import MAX_PLANE_ELEMENTS, KVLayout
 
 if TYPE_CHECKING:
@@ -120,10 +122,11 @@ class Lease:
     Every method raises `LeaseReleased` after the release and `CacheClosed` after the cache's close.
     """
 
-    __slots__ = ("_core", "cached_tokens")
+    __slots__ = ("_core", "_hand_on", "cached_tokens")
 
-    def __init__(self, core: _core.Lease) -> None:
+    def __init__(self, core: _core.Lease, hand_on: Callable[[], int]) -> None:
         self._core = core
+        self._hand_on = hand_on  # commit and release fence what torch was asked for before them
         #: Tokens of the prompt that were found: compute the others.
         self.cached_tokens: int = core.cached_tokens
 
@@ -159,7 +162,9 @@ class Lease:
         Raises:
             ValueError: other tokens than were acquired, fewer than were cached or committed, or more than `length`.
         """
-        return self._core.commit(_ids(token_ids))
+        ids = _ids(token_ids)
+        self._hand_on()
+        return self._core.commit(ids)
 
     def release(self) -> None:
         """Ends the lease. What it did not commit is lost.
@@ -167,6 +172,8 @@ class Lease:
         Raises:
             LeaseReleased: it was released before.
         """
+        if not self._core.released:  # raises in a forked child, where nothing can be handed on
+            self._hand_on()
         self._core.release()
 
     @property
@@ -179,7 +186,13 @@ class Lease:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if not self._core.released:
-            self._core.release()
+            self.release()
+
+    def __del__(self) -> None:
+        # The core releases a lease that nobody holds any more, but knows nothing of torch's queue.
+        with contextlib.suppress(CacheClosed):
+            if not sys.is_finalizing() and not self._core.released:
+                self._hand_on()
 
     def __repr__(self) -> str:
         return f"Lease(cached_tokens={self.cached_tokens}{', released' if self._core.released else ''})"
@@ -256,6 +269,12 @@ class PromptCache:
         self._made_for: weakref.ref[PreTrainedModel] | None = None
         self._salt_key = object()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the planes are."""
+        index = self.config.device_index
+        return torch.device("cpu") if self.config.device_type == "cpu" else torch.device("npu", index)
+
     @classmethod
     def for_model(
         cls,
@@ -289,7 +308,7 @@ class PromptCache:
         cache._made_for = weakref.ref(model)
         return cache
 
-    @contextmanager
+    @contextlib.contextmanager
     def salted(self, salt: str | bytes) -> Iterator[None]:
         """Inside, every request of this thread (or asyncio task) has this salt, ``model.generate`` included.
 
@@ -342,8 +361,8 @@ class PromptCache:
             token_ids: the whole prompt.
             salt: requests with different salts never share entries (tenants).
             limit: take at most so many tokens from the cache.
-            stream: handle of the device stream that the request computes on. By default the copy has been done
-                when this returns.
+            stream: handle of the device stream that the request computes on (``npu_stream`` of a torch stream); by
+                default torch's current one. On the CPU the copy has been done when this returns.
 
         Raises:
             PoolExhausted: the pool cannot hold the request; run it uncached.
@@ -351,7 +370,20 @@ class PromptCache:
         return self._acquire(self._root(salt), token_ids, limit, stream)
 
     def _acquire(self, root: bytes, token_ids: TokenIds, limit: int | None, stream: int | None) -> Lease:
-        return Lease(self._core.acquire(root, _ids(token_ids), limit, stream or 0))
+        ids = _ids(token_ids)
+        current = self._hand_on()
+        return Lease(self._core.acquire(root, ids, limit, stream or current), self._hand_on)
+
+    def _hand_on(self) -> int:
+        """Hands on to the runtime what torch was asked for: what the cache enqueues comes after it.
+
+        Returns the handle of torch's current stream; 0, for the cache's own, where torch computes on the CPU.
+        """
+        if self.config.device_type == "cpu" or "torch_npu" not in sys.modules:
+            return 0
+        from npu_prompt_cache.attention import npu
+
+        return npu.current_stream(self.config.device_index)
 
     def insert(
         self,
@@ -367,7 +399,7 @@ class PromptCache:
             token_ids: n tokens.
             kv: for each layer K and V, each contiguous ``[n, num_kv_heads, head_dim]`` of the layout's dtype.
             salt: as for `acquire`.
-            stream: handle of the stream that `kv` is computed on.
+            stream: handle of the stream that `kv` is computed on; by default torch's current one.
 
         Returns:
             The number of tokens that were not cached before.
@@ -380,7 +412,8 @@ class PromptCache:
         addresses = self._source_addresses(kv, len(ids))
         # On the CPU the tensors are host memory: the runtime is told so, and counts a copy host to device.
         kind = _H2D if self.config.device_type == "cpu" else _D2D
-        return self._core.insert(self._root(salt), ids, addresses, kind, stream or 0)
+        current = self._hand_on()
+        return self._core.insert(self._root(salt), ids, addresses, kind, stream or current)
 
     def key(self, layer: int) -> torch.Tensor:
         """K of a layer over the pool, no copy: ``[blocks, block_size, num_kv_heads, head_dim]``.
@@ -477,8 +510,8 @@ class PromptCache:
         addresses = []
         for layer, pair in enumerate(kv):
             for name, tensor in zip("KV", pair, strict=True):
-                found = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
-                wanted = (shape, layout.dtype, self.config.device_type)
+                found = (tuple(tensor.shape), tensor.dtype, tensor.device)
+                wanted = (shape, layout.dtype, self.device)
                 if found != wanted:
                     raise ValueError(f"{name} of layer {layer} is {found}, needed is {wanted}")
                 if not tensor.is_contiguous():

@@ -1,1 +1,30 @@
 """Attention that reads K/V from the pool's blocks: one module a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from npu_prompt_cache.attention import cpu
+
+if TYPE_CHECKING:
+    from npu_prompt_cache.attention import npu
+    from npu_prompt_cache.layout import KVLayout
+
+#: The modules of both devices have the same two classes, with the same methods.
+PagedAttention: TypeAlias = "cpu.PagedAttention | npu.PagedAttention"
+PagedBatch: TypeAlias = "cpu.PagedBatch | npu.PagedBatch"
+
+
+def paged_attention(layout: KVLayout, num_heads: int, device: torch.device) -> PagedAttention:
+    """Attention of a request over the pool, on the device of the pool and the model.
+
+    Raises:
+        UnsupportedModel: no operator of the device takes the model's shapes.
+    """
+    if device.type == "cpu":
+        return cpu.PagedAttention(layout)
+    from npu_prompt_cache.attention import npu
+
+    return npu.PagedAttention(layout, num_heads, device)

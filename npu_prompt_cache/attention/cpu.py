@@ -1,13 +1,9 @@
-"""Paged attention on the CPU: torch's own kernels over the pool's planes.
-
-Sequences of a batch are packed: their new tokens stand one after another in one row, without padding. A sequence
-attends to its own tokens ``[0, kv_length)``, which lie in the blocks of its table; its new tokens are the last ones.
-"""
+"""Paged attention on the CPU: torch's own kernels over the pool's planes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -16,22 +12,36 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from npu_prompt_cache.attention.sequence import Sequence
+    from npu_prompt_cache.layout import KVLayout
 
-@dataclass(frozen=True)
-class Sequence:
-    """One sequence of a packed batch.
+
+class PagedAttention:
+    """Attention of one request's rows over the pool.
 
     Args:
-        start: its first new token's place in the packed row.
-        stop: the place after its last new token.
-        kv_length: tokens it attends to, the new ones included.
-        block_table: int32 ``[>= ceil(kv_length / block_size)]``: its blocks in the pool.
+        layout: of the pool.
     """
 
-    start: int
-    stop: int
-    kv_length: int
-    block_table: npt.NDArray[np.int32]
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Everything on the CPU comes in the order of the calls."""
+        return nullcontext()
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """The array as a tensor."""
+        return torch.from_numpy(array)
+
+    def batch(self, sequences: list[Sequence], slots: npt.NDArray[np.int64]) -> PagedBatch:
+        """A packed batch.
+
+        Args:
+            sequences: in packed order, together covering the row.
+            slots: int64 ``[tokens]``: the slot of each new token, ``block * block_size + offset``.
+        """
+        return PagedBatch(sequences, slots, self._layout.block_size, self._layout.dtype)
 
 
 class PagedBatch:
@@ -52,9 +62,10 @@ class PagedBatch:
         self._places = [_Place(sequence, block_size) for sequence in sequences]
         self._masks = [_mask(sequence, dtype) for sequence in sequences]
 
-    def write(self, plane: torch.Tensor, states: torch.Tensor) -> None:
-        """Puts the new tokens' keys (or values), ``[1, kv_heads, tokens, head_dim]``, into their slots of `plane`."""
-        plane.view(-1, *plane.shape[2:]).index_copy_(0, self._slots, states[0].transpose(0, 1))
+    def write(self, keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
+        """Puts the new tokens' K and V, each ``[1, kv_heads, tokens, head_dim]``, into their slots of the planes."""
+        for plane, states in ((keys, new_keys), (values, new_values)):
+            plane.view(-1, *plane.shape[2:]).index_copy_(0, self._slots, states[0].transpose(0, 1))
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
@@ -73,7 +84,7 @@ class PagedBatch:
         outputs = []
         grouped = query.shape[1] != keys.shape[2]
         for sequence, place, mask in zip(self.sequences, self._places, self._masks, strict=True):
-            whole = sequence.stop - sequence.start == sequence.kv_length
+            whole = sequence.tokens == sequence.kv_length
             output = scaled_dot_product_attention(
                 query[:, :, sequence.start : sequence.stop],
                 place.read(keys),
@@ -111,7 +122,7 @@ class _Place:
 
 def _mask(sequence: Sequence, dtype: torch.dtype) -> torch.Tensor | None:
     """Right-down causal mask, ``[tokens, kv_length]``; None where the kernel's own or no mask is the same."""
-    tokens = sequence.stop - sequence.start
+    tokens = sequence.tokens
     if tokens in (1, sequence.kv_length):
         return None
     hidden = torch.full((tokens, sequence.kv_length), float("-inf"), dtype=dtype)

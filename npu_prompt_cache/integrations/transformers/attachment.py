@@ -17,11 +17,19 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
-from npu_prompt_cache.errors import LeaseReleased, PromptCacheError, UnsupportedModel
+from npu_prompt_cache.attention import paged_attention
+from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
 from npu_prompt_cache.integrations.transformers.attention import PagedForward
 from npu_prompt_cache.integrations.transformers.models import ATTENTION_PREFIX, is_ours, layout_of, original_attention
 from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache, itself
-from npu_prompt_cache.integrations.transformers.request import Request, kept_rows, pack, read_request, unpack
+from npu_prompt_cache.integrations.transformers.request import (
+    Request,
+    kept_rows,
+    packed_ids,
+    packed_positions,
+    read_request,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -89,6 +97,7 @@ class Attachment:
         outer = getattr(self._scopes, "caches", None)
         caches: list[PagedCache] = []
         self._scopes.caches = caches
+        self._scopes.is_standard = kwargs.get("custom_generate") is None
         try:
             result = original(*args, **kwargs)
             for cache in caches:
@@ -101,7 +110,7 @@ class Attachment:
         finally:
             self._scopes.caches = outer
             for cache in caches:
-                cache.in_generate = False
+                cache.in_generate = cache.is_continued_by_generate = False
 
     def _prepare_cache(
         self,
@@ -126,6 +135,11 @@ class Attachment:
             return
         pad = generation_config._pad_token_tensor
         paged = self._new_cache(in_generate=True, pad_token_id=None if pad is None else int(pad))
+        paged.is_continued_by_generate = (
+            self._scopes.is_standard
+            and generation_config.prefill_chunk_size is None  # later chunks have masks of the caller's
+            and generates_by_the_book(self.model)
+        )
         caches.append(paged)
         model_kwargs["cache"] = paged
 
@@ -170,27 +184,33 @@ class Attachment:
     ) -> CausalLMOutputWithPast:
         first = paged.is_empty
         try:
-            batch = paged.batch(request, skips)
-            rows, positions = pack(request, batch, skips)
-            forward = PagedForward(self.cache, batch)
-            with paged.running(forward):
-                output = original(
-                    input_ids=rows,
-                    position_ids=positions,
-                    attention_mask=_NO_MASK,
-                    cache=paged,
-                    use_cache=True,
-                    logits_to_keep=kept_rows(request, batch, skips),
-                    return_dict=True,
-                    paged_forward=forward,
-                )
-            forward.check_complete(self.model)
+            with paged.in_order():
+                output = self._compute(original, paged, request, skips)
             paged.advance(request.input_ids)
         except BaseException:
             if first:  # nobody else can give these back
                 paged.release()
             raise
-        output.logits = unpack(output.logits, request)
+        output.logits = unpack(output.logits, request)  # type: ignore[arg-type]
+        return output
+
+    def _compute(
+        self, original: Callable[..., Any], paged: PagedCache, request: Request, skips: list[int]
+    ) -> CausalLMOutputWithPast:
+        batch = paged.batch(request, skips)
+        forward = PagedForward(self.cache, batch)
+        with paged.running(forward):
+            output = original(
+                input_ids=packed_ids(request, skips),
+                position_ids=paged.upload(packed_positions(batch)),
+                attention_mask=_no_mask(self.model.device),
+                cache=paged,
+                use_cache=True,
+                logits_to_keep=paged.upload(kept_rows(request, batch, skips)),
+                return_dict=True,
+                paged_forward=forward,
+            )
+        forward.check_complete(self.model)
         return output  # type: ignore[no-any-return]
 
 
@@ -274,12 +294,21 @@ def attach(cache: PromptCache, model: PreTrainedModel) -> Attachment:
     layout = layout_of(model, cache.layout.block_size)
     if layout != cache.layout:
         raise ValueError(f"the cache's layout {cache.layout} does not fit {type(model).__name__}, which has {layout}")
-    if cache.config.device_type != "cpu" or model.device.type != "cpu":
-        raise UnsupportedModel(
-            f"{type(model).__name__} is on {model.device}, the cache on {cache.config.device}: this version attends "
-            "over the pool on the CPU only"
+    if model.device != cache.device:
+        raise ValueError(
+            f"{type(model).__name__} is on {model.device}, the cache on {cache.device}: make the cache where the model "
+            "is (PromptCache.for_model does)"
         )
+    paged_attention(layout, model.config.num_attention_heads, model.device)  # refuses what it cannot take
     return Attachment(cache, model)
+
+
+def generates_by_the_book(model: PreTrainedModel) -> bool:
+    """True where transformers itself makes the arguments of every forward of generate(), and nothing alters them."""
+    return not model._forward_pre_hooks and all(
+        name not in model.__dict__ and getattr(type(model), name).__module__.startswith("transformers.")
+        for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+    )
 
 
 def attachment_of(model: PreTrainedModel) -> Attachment:
@@ -300,5 +329,8 @@ def _attached(model: PreTrainedModel) -> Attachment | None:
 
 _attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
-#: A mask that is 4-D already is passed through by the models' mask functions: the batch knows what attends to what.
-_NO_MASK = torch.empty(1, 1, 0, 0)
+
+@functools.cache
+def _no_mask(device: torch.device) -> torch.Tensor:
+    """A mask that is 4-D already passes the models' mask functions as it is: the batch knows what attends to what."""
+    return torch.empty(1, 1, 0, 0, device=device)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from npu_prompt_cache.attention.cpu import PagedBatch
+    from npu_prompt_cache.attention import PagedBatch
     from npu_prompt_cache.cache import PromptCache
 
 
@@ -30,8 +30,7 @@ class PagedForward:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The new tokens' K/V, each ``[1, kv_heads, tokens, head_dim]``, into their slots."""
-        self._batch.write(self._cache.key(layer), keys)
-        self._batch.write(self._cache.value(layer), values)
+        self._batch.write(self._cache.key(layer), self._cache.value(layer), keys, values)
 
     def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Of packed queries ``[1, heads, tokens, head_dim]``; returns ``[1, tokens, heads, head_dim]``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import DynamicCache
 
-from npu_prompt_cache.attention.cpu import PagedBatch, Sequence
+from npu_prompt_cache.attention import PagedAttention, PagedBatch, paged_attention
+from npu_prompt_cache.attention.sequence import Sequence
 from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
 from npu_prompt_cache.integrations.transformers.identity import namespace_of
 
@@ -55,11 +56,15 @@ class PagedCache(DynamicCache):
         self._given_back = False
         #: Made by a generate() that is still running: it publishes at its end.
         self.in_generate = in_generate
+        #: While transformers' own loop makes the arguments of every later forward, they need not be looked at: on a
+        #: device that would make the host wait in every step.
+        self.is_continued_by_generate = False
         self._pad_token_id = pad_token_id
         self._leases: list[Lease] = []
         self._starts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._prompts: list[npt.NDArray[np.int64]] = []  # token ids of each row, as far as the first forward saw
         self._later: list[torch.Tensor] = []  # ids [batch, n] of each later forward, on the model's device
+        self._attention: PagedAttention | None = None  # from the first forward on
         self._columns = 0  # padding and tokens so far, the same for all rows
         self._forward: PagedForward | None = None
         self._dense: DynamicCache | None = None
@@ -158,6 +163,8 @@ class PagedCache(DynamicCache):
         self._namespace = namespace_of(self._model)
         prompts = [row[start:] for row, start in zip(ids, request.starts, strict=True)]
         root, first_kept = cache._root(None, self._namespace), int(request.kept.min())
+        # Before the leases: it holds the stream that they are fenced on.
+        self._attention = paged_attention(cache.layout, self._model.config.num_attention_heads, self._model.device)
         try:
             for prompt, start in zip(prompts, request.starts, strict=True):
                 leases.append(cache._acquire(root, prompt, max(first_kept - int(start), 0), None))
@@ -176,14 +183,25 @@ class PagedCache(DynamicCache):
         """The packed batch of the request's columns, without `skips` tokens at the beginning of each row."""
         columns = request.input_ids.shape[1]
         sequences, slots, at = [], [], 0
-        layout = self.prompt_cache.layout
         for lease, start, skip in zip(self._leases, self._starts, skips, strict=True):
             length = self._columns - int(start) + columns
             first = max(self._columns - int(start), 0) + skip
             slots.append(lease.slots(first, length))
             sequences.append(Sequence(at, at + length - first, length, lease.block_table))
             at += length - first
-        return PagedBatch(sequences, np.concatenate(slots), layout.block_size, layout.dtype)
+        return self._on_device().batch(sequences, np.concatenate(slots))
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """The array on the model's device; the host does not wait for it."""
+        return self._on_device().upload(array)
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """What is enqueued inside comes after the request's work before, and before its blocks are anybody else's."""
+        return nullcontext() if self._attention is None else self._attention.in_order()
+
+    def _on_device(self) -> PagedAttention:
+        assert self._attention is not None, "begin() comes first"
+        return self._attention
 
     @contextmanager
     def running(self, forward: PagedForward) -> Iterator[None]:
@@ -254,9 +272,11 @@ class PagedCache(DynamicCache):
         if self._given_back:
             raise LeaseReleased("the request that this cache belongs to failed, and its K/V were given back")
         cache, dense = self.prompt_cache, DynamicCache(config=self._model.config)
+        if self.is_empty:
+            return dense
         lengths = [self._columns - int(start) for start in self._starts]
-        if not self.is_empty:
-            slots = [torch.from_numpy(lease.slots(0, n)) for lease, n in zip(self._leases, lengths, strict=True)]
+        with self.in_order():
+            slots = [self.upload(lease.slots(0, n)) for lease, n in zip(self._leases, lengths, strict=True)]
             for layer in range(len(self)):
                 dense.update(self._rows(cache.key(layer), slots), self._rows(cache.value(layer), slots), layer)
         return dense
@@ -273,7 +293,7 @@ class PagedCache(DynamicCache):
         flat = plane.view(-1, *plane.shape[2:])
         rows = plane.new_zeros(len(slots), self._columns, *plane.shape[2:])
         for row, of_row in enumerate(slots):
-            rows[row, self._columns - len(of_row) :] = flat[of_row.to(plane.device)]
+            rows[row, self._columns - len(of_row) :] = flat[of_row]
         return rows.transpose(1, 2).contiguous()
 
 

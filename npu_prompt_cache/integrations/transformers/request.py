@@ -13,7 +13,7 @@ from npu_prompt_cache.integrations.transformers.models import is_ours
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from npu_prompt_cache.attention.cpu import PagedBatch
+    from npu_prompt_cache.attention import PagedBatch
     from npu_prompt_cache.cache import PromptCache
     from npu_prompt_cache.integrations.transformers.paged_cache import PagedCache
 
@@ -45,7 +45,7 @@ def read_request(
         or model.training
         or torch.is_autocast_enabled(ids.device.type)
         or model.dtype != cache.layout.dtype
-        or model.device.type != cache.config.device_type
+        or model.device != cache.device
         or torch.is_grad_enabled()
         or not is_ours(model.config._attn_implementation)
         or model.config.num_hidden_layers != cache.layout.num_layers
@@ -60,10 +60,12 @@ def read_request(
         return None
     batch, columns = ids.shape
     past = paged.get_seq_length()
-    padding = _left_padding(kwargs.get("attention_mask"), batch, past, columns, paged)
-    if padding is None or not _positions_are_natural(kwargs.get("position_ids"), padding, past, columns):
-        return None
-    starts = padding if past == 0 else np.zeros(batch, np.int64)
+    starts: npt.NDArray[np.int64] = np.zeros(batch, np.int64)
+    if past == 0 or not paged.is_continued_by_generate:
+        padding = _left_padding(kwargs.get("attention_mask"), batch, past, columns, paged)
+        if padding is None or not _positions_are_natural(kwargs.get("position_ids"), padding, past, columns):
+            return None
+        starts = padding if past == 0 else starts
     kept = _kept_columns(kwargs.get("logits_to_keep", 0), columns)
     return None if kept is None else Request(ids, starts, kept)
 
@@ -116,22 +118,23 @@ def _kept_columns(keep: object, columns: int) -> npt.NDArray[np.int64] | None:
     return kept if bool(((kept >= 0) & (kept < columns)).all()) else None
 
 
-def pack(request: Request, batch: PagedBatch, skips: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The new tokens of all rows, and their positions, each ``[1, tokens]``."""
+def packed_ids(request: Request, skips: list[int]) -> torch.Tensor:
+    """The new tokens of all rows, ``[1, tokens]``."""
     rows = [row[int(start) + skip :] for row, start, skip in zip(request.input_ids, request.starts, skips, strict=True)]
-    positions = [
-        torch.arange(sequence.kv_length - (sequence.stop - sequence.start), sequence.kv_length)
-        for sequence in batch.sequences
-    ]
-    device = request.input_ids.device
-    return torch.cat(rows).unsqueeze(0), torch.cat(positions).unsqueeze(0).to(device)
+    return torch.cat(rows).unsqueeze(0)
 
 
-def kept_rows(request: Request, batch: PagedBatch, skips: list[int]) -> torch.Tensor:
+def packed_positions(batch: PagedBatch) -> npt.NDArray[np.int64]:
+    """The position of each new token in its own sequence, ``[1, tokens]``."""
+    positions = [np.arange(sequence.kv_length - sequence.tokens, sequence.kv_length) for sequence in batch.sequences]
+    return np.concatenate(positions)[None]
+
+
+def kept_rows(request: Request, batch: PagedBatch, skips: list[int]) -> npt.NDArray[np.int64]:
     """``[batch * kept]``: places in the packed row of the columns asked for; 0 for padding, which gets no use of it."""
     first = np.array([sequence.start for sequence in batch.sequences]) - request.starts - np.array(skips)
     places = np.where(request.kept >= request.starts[:, None], request.kept + first[:, None], 0)
-    return torch.from_numpy(places.reshape(-1)).to(request.input_ids.device)
+    return places.reshape(-1)
 
 
 def unpack(logits: torch.Tensor, request: Request) -> torch.Tensor:

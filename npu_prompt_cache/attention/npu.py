@@ -1,0 +1,278 @@
+"""Paged attention on the NPU: torch_npu's operators over the pool's planes and a block table.
+
+The only module that imports torch_npu. Facts about operators are from their op-plugin pages, products A2 and A3.
+
+Streams: work is enqueued on torch's current stream. torch_npu keeps a queue of its own in front of the device's
+streams; `current_stream` waits until that queue has been handed on, so that what is enqueued through the runtime
+itself (the cache's copies and events) comes after what torch was asked for before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch_npu
+
+from npu_prompt_cache.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from npu_prompt_cache.attention.sequence import Sequence
+    from npu_prompt_cache.layout import KVLayout
+
+#: Side of the mask that ``sparse_mode=3`` takes, whatever the lengths are.
+_MASK_SIDE = 2048
+#: Right-down causal: the last query sees the last key, whatever the lengths are.
+_RIGHT_DOWN_CAUSAL = 3
+
+
+class Route(NamedTuple):
+    """How a model's attention goes over the pool."""
+
+    layout: str
+    reason: str
+
+
+class _Rule(NamedTuple):
+    fits: Callable[[KVLayout, int], bool]
+    layout: str | None  # None: refused
+    reason: str
+
+
+#: The first rule that fits decides. All layouts are of ``npu_fused_infer_attention_score_v2``, the one that its page
+#: recommends wherever neither a shared prefix nor quantised K/V are wanted.
+_RULES = (
+    _Rule(
+        lambda kv, heads: kv.dtype not in (torch.float16, torch.bfloat16),
+        None,
+        "fused attention takes float16 and bfloat16: load the model with one of them",
+    ),
+    _Rule(
+        lambda kv, heads: kv.block_size % 128 != 0 or kv.block_size > 512,
+        None,
+        "fused attention over pages takes blocks of 128, 256, 384 or 512 tokens: set block_size",
+    ),
+    _Rule(
+        lambda kv, heads: heads // kv.num_kv_heads > 64,
+        None,
+        "fused attention takes at most 64 query heads for each key/value head",
+    ),
+    _Rule(
+        lambda kv, heads: kv.num_kv_heads * kv.head_dim > 65535,
+        None,
+        "fused attention over pages [blocks, block_size, H] takes H = key/value heads * head_dim up to 65535",
+    ),
+    _Rule(lambda kv, heads: kv.head_dim == 128, "TND", "packed, no padding: TND takes head_dim 128"),
+    _Rule(
+        lambda kv, heads: kv.head_dim == 64 and heads == kv.num_kv_heads,
+        "TND",
+        "packed, no padding: TND takes head_dim 64 where queries are not grouped",
+    ),
+    _Rule(
+        lambda kv, heads: kv.head_dim % 16 == 0 and kv.head_dim <= 512,
+        "BSND",
+        "TND does not take this head_dim; BSND takes multiples of 16 up to 512",
+    ),
+    _Rule(lambda kv, heads: True, None, "fused attention takes a head_dim that is a multiple of 16, at most 512"),
+)
+
+
+def route(layout: KVLayout, num_heads: int) -> Route:
+    """Decides how a model's attention goes over the pool.
+
+    Args:
+        layout: of the pool.
+        num_heads: query heads.
+
+    Raises:
+        UnsupportedModel: no operator takes it; the message says why.
+    """
+    rule = next(rule for rule in _RULES if rule.fits(layout, num_heads))
+    if rule.layout is None:
+        raise UnsupportedModel(f"attention over the pool on the NPU cannot be: {rule.reason}; found {layout}")
+    return Route(rule.layout, rule.reason)
+
+
+def current_stream(device_index: int) -> int:
+    """Runtime handle of torch's current stream on a device, all that torch was asked for handed on to the runtime."""
+    return torch.npu.current_stream(device_index).npu_stream  # type: ignore[no-any-return, attr-defined]
+
+
+class PagedAttention:
+    """Attention of one request's rows over the pool. Its tables stay on the device and change in place.
+
+    Their addresses change only when a row outgrows its table, whose width doubles then: a captured graph can be
+    replayed in between.
+
+    Args:
+        layout: of the pool.
+        num_heads: query heads.
+        device: of the pool and the model.
+
+    Raises:
+        UnsupportedModel: no operator takes the model's shapes.
+    """
+
+    def __init__(self, layout: KVLayout, num_heads: int, device: torch.device) -> None:
+        self.route = route(layout, num_heads)
+        self._layout = layout
+        self._num_heads = num_heads
+        self._device = device
+        self._stream = torch.npu.current_stream(device)  # type: ignore[attr-defined]
+        self._table_on_host = np.zeros((0, 0), np.int32)
+        self._table = torch.empty(0, 0, dtype=torch.int32, device=device)
+        self._slots = torch.empty(0, dtype=torch.int32, device=device)
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Work inside comes after what this object's stream was given before, and that stream waits for it.
+
+        The request's leases are fenced on that stream; the caller may use another one later.
+        """
+        current = torch.npu.current_stream(self._device)  # type: ignore[attr-defined]
+        if current == self._stream:
+            yield
+            return
+        current.wait_stream(self._stream)
+        try:
+            yield
+        finally:
+            self._stream.wait_stream(current)
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """A copy on the device, enqueued: the host does not wait."""
+        return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
+
+    def batch(self, sequences: list[Sequence], slots: npt.NDArray[np.int64]) -> PagedBatch:
+        """A packed batch; the tables hold it until the next one.
+
+        Args:
+            sequences: in packed order, together covering the row.
+            slots: int64 ``[tokens]``: the slot of each new token, ``block * block_size + offset``.
+        """
+        if len(slots) > len(self._slots):
+            self._slots = torch.empty(len(slots), dtype=torch.int32, device=self._device)
+        self._fill(self._slots[: len(slots)], slots.astype(np.int32))
+        self._set_table(sequences)
+        return PagedBatch(self, sequences, self._slots[: len(slots)], self._table)
+
+    def _set_table(self, sequences: list[Sequence]) -> None:
+        rows, width = self._table_on_host.shape
+        needed = max(len(sequence.block_table) for sequence in sequences)
+        if rows != len(sequences) or width < needed:
+            rows, width = len(sequences), max(2 * width, needed + 1)
+            self._table = torch.empty(rows, width, dtype=torch.int32, device=self._device)
+            self._table_on_host = np.full((rows, width), -1, np.int32)
+        table = np.zeros((rows, width), np.int32)  # block 0 is nobody's
+        for row, sequence in zip(table, sequences, strict=True):
+            row[: len(sequence.block_table)] = sequence.block_table
+        if not np.array_equal(table, self._table_on_host):
+            self._fill(self._table, table)
+            self._table_on_host = table
+
+    def _fill(self, tensor: torch.Tensor, array: npt.NDArray[np.int32]) -> None:
+        tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        table: torch.Tensor,
+        lengths: tuple[list[int], list[int]],
+        scale: float | None,
+    ) -> torch.Tensor:
+        """One call of the operator; `query` as the route's layout wants it, lengths of queries and of keys."""
+        blocks, block_size, heads, head_dim = keys.shape
+        output, _ = torch_npu.npu_fused_infer_attention_score_v2(
+            query,
+            keys.view(blocks, block_size, heads * head_dim),
+            values.view(blocks, block_size, heads * head_dim),
+            atten_mask=_causal_mask(query.device),
+            actual_seq_qlen=lengths[0],
+            actual_seq_kvlen=lengths[1],
+            block_table=table,
+            num_query_heads=self._num_heads,
+            num_key_value_heads=heads,
+            softmax_scale=head_dim**-0.5 if scale is None else scale,
+            input_layout=self.route.layout,
+            sparse_mode=_RIGHT_DOWN_CAUSAL,
+            block_size=block_size,
+        )
+        return output  # type: ignore[no-any-return]
+
+
+class PagedBatch:
+    """Where a packed batch writes and reads: the same for all layers of one forward pass. From `PagedAttention.batch`.
+
+    Attributes:
+        sequences: in packed order.
+    """
+
+    def __init__(
+        self, attention: PagedAttention, sequences: list[Sequence], slots: torch.Tensor, table: torch.Tensor
+    ) -> None:
+        self.sequences = sequences
+        self._attention = attention
+        self._slots = slots
+        self._table = table
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
+        """Puts the new tokens' K and V, each ``[1, kv_heads, tokens, head_dim]``, into their slots of the planes."""
+        torch_npu.npu_scatter_pa_kv_cache(
+            _token_major(new_keys), _token_major(new_values), keys, values, self._slots, cache_mode="Norm"
+        )
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Causal attention of each sequence over its own blocks; grouped queries where there are fewer K/V heads.
+
+        Args:
+            query: ``[1, heads, tokens, head_dim]``, packed.
+            keys: plane of K, ``[blocks, block_size, kv_heads, head_dim]``, new tokens written.
+            values: plane of V.
+            scale: factor on the scores; None for ``head_dim ** -0.5``.
+
+        Returns:
+            ``[1, tokens, heads, head_dim]``.
+        """
+        packed = _token_major(query)
+        if self._attention.route.layout == "TND":
+            # Lengths of queries are cumulative, those of keys are each sequence's own: taken the other way round they
+            # give wrong results and no error.
+            lengths = ([s.stop for s in self.sequences], [s.kv_length for s in self.sequences])
+            return self._attention.attend(packed, keys, values, self._table, lengths, scale).unsqueeze(0)
+        outputs = []
+        for first, last in self._runs():
+            run = self.sequences[first:last]
+            rows = packed[run[0].start : run[-1].stop].view(len(run), run[0].tokens, *packed.shape[1:])
+            lengths = ([s.tokens for s in run], [s.kv_length for s in run])
+            output = self._attention.attend(rows, keys, values, self._table[first:last], lengths, scale)
+            outputs.append(output.flatten(0, 1))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """Intervals of neighbouring sequences with equally many new tokens: each is one rectangular call."""
+        first = 0
+        for at in range(1, len(self.sequences) + 1):
+            if at == len(self.sequences) or self.sequences[at].tokens != self.sequences[first].tokens:
+                yield first, at
+                first = at
+
+
+def _token_major(states: torch.Tensor) -> torch.Tensor:
+    """``[1, heads, tokens, head_dim]`` as contiguous ``[tokens, heads, head_dim]``: operators take no other strides."""
+    return states[0].transpose(0, 1).contiguous()
+
+
+@functools.cache
+def _causal_mask(device: torch.device) -> torch.Tensor:
+    """bool ``[2048, 2048]``: True above the diagonal, where nothing is seen."""
+    return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu_(1)
