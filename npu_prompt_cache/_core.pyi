@@ -37,6 +37,7 @@ class PromptCache:
         plane_block_bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         block_size: typing.SupportsInt | typing.SupportsIndex,
         priority_bits: typing.SupportsInt | typing.SupportsIndex = 32,
+        fenced: bool = True,
     ) -> None: ...
     def acquire(
         self,

@@ -188,10 +188,13 @@ class Lease:
         if not self._core.released:
             self.release()
 
-    def __del__(self) -> None:
-        # The core releases a lease that nobody holds any more, but knows nothing of torch's queue.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # The core releases a lease that nobody holds any more, but knows nothing of torch's queue. At the
+        # interpreter's end this module's names are gone, and so is the use of it.
+        if is_finalizing():
+            return
         with contextlib.suppress(CacheClosed):
-            if not sys.is_finalizing() and not self._core.released:
+            if not self._core.released:
                 self._hand_on()
 
     def __repr__(self) -> str:

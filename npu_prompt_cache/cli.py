@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,9 +42,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="a support bot on a small model, with and without the cache, every figure checked",
         description=(
             "A bookshop's support bot talks to its customers. Every request runs twice, without and with the "
-            "prompt cache, on SmolLM2-135M-Instruct, on the CPU over the simulated Ascend runtime. Prints what "
-            "was computed, what was cached and how long it took, and checks all of it; the exit status is 0 "
-            "only if every answer is the same and every figure is right."
+            "prompt cache, on SmolLM2-135M-Instruct: on the CPU over the simulated Ascend runtime, or on an NPU. "
+            "Prints what was computed, what was cached and how long it took, and checks all of it; the exit status is "
+            "0 only if every answer is the same and every figure is right."
         ),
         epilog="example: npu-prompt-cache demo --customers 2 --turns 3 --output out",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -64,6 +65,13 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=40,
         metavar="N",
         help="the most tokens of an answer, 1 to 512",
+    )
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default="cpu",
+        metavar="DEVICE",
+        help="cpu, or npu:N with torch-npu; with no NPU under `python -m npu_prompt_cache.sim run --`",
     )
     parser.add_argument("--max-gb", type=_positive, default=1.0, metavar="GIB", help="size of the cache's pool in GiB")
     parser.add_argument(
@@ -103,7 +111,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     json_file: str | None = getattr(arguments, "json", None)
     try:
         return demo.main(
-            Settings(arguments.customers, arguments.turns, arguments.new_tokens, arguments.max_gb),
+            Settings(arguments.customers, arguments.turns, arguments.new_tokens, arguments.max_gb, arguments.device),
             threads=getattr(arguments, "threads", None),
             output=arguments.output,
             json_file=None if json_file in (None, _STDOUT) else Path(json_file or ""),
@@ -132,6 +140,12 @@ def _integer(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|npu(:\d{1,4})?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not cpu, npu or npu:N")
+    return text
 
 
 def _positive(text: str) -> float:

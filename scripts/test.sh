@@ -3,18 +3,24 @@
 #
 #   bash scripts/test.sh                 all of it
 #   bash scripts/test.sh tests/test_cache.py -k limit    only these tests; arguments go to pytest
+#   bash scripts/test.sh tests/npu/test_device.py        tests that need torch_npu, under the simulator
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/requirements.sh
 bash scripts/setup_venv.sh "${TEST_REQUIREMENTS[@]}" --no-deps "${TEST_REQUIREMENTS_NO_DEPS[@]}"
 
-# The vendor's headers, to compile ours against. Never into .venv: an installed torch-npu without CANN breaks torch.
-headers=.venv/torch_npu
-if [[ ! -d "$headers/torch_npu/include/acl" ]]; then
-  echo "[test] installing torch-npu==2.13.0 beside .venv's packages, for its headers" >&2
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target "$headers" torch-npu==2.13.0
+# Never into .venv: an installed torch-npu breaks `import torch` where there is no CANN. Tests of tests/npu run it on
+# the simulator; others compile our declarations against its headers.
+torch_npu="$PWD/.venv/torch_npu"
+if [[ ! -d "$torch_npu/torch_npu/include/acl" ]]; then
+  echo "[test] installing torch-npu==2.13.0 beside .venv's packages" >&2
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target "$torch_npu" torch-npu==2.13.0
 fi
-export NPU_PROMPT_CACHE_ACL_INCLUDE="$PWD/$headers/torch_npu/include"
+export NPU_PROMPT_CACHE_ACL_INCLUDE="$torch_npu/torch_npu/include"
+
+on_simulator() {
+  PYTHONPATH="$torch_npu" .venv/bin/python -m npu_prompt_cache.sim run --devices 2 -- .venv/bin/pytest "$@"
+}
 
 if (($# == 0)); then
   echo "[test] ruff, clang-format, mypy" >&2
@@ -22,5 +28,11 @@ if (($# == 0)); then
   .venv/bin/ruff format --check --quiet .
   git ls-files -z 'csrc/*.h' 'csrc/*.cpp' | xargs -0 .venv/bin/clang-format --dry-run -Werror
   .venv/bin/mypy
+  .venv/bin/pytest
+  echo "[test] tests/npu, with torch_npu on the simulator" >&2
+  on_simulator tests/npu
+elif [[ " $*" == *" tests/npu"* ]]; then
+  on_simulator "$@"
+else
+  .venv/bin/pytest "$@"
 fi
-exec .venv/bin/pytest "$@"

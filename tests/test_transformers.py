@@ -15,38 +15,13 @@ import pytest
 import torch
 import torch.nn.utils.prune
 import transformers
+from tiny import PAD, SYSTEM, join, left_padded, tiny_model, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import npu_prompt_cache as npc
 from npu_prompt_cache import sim
 from npu_prompt_cache.integrations.transformers import SUPPORTED_MODEL_TYPES, CacheBypassWarning, PagedCache
-
-PAD, EOS, VOCABULARY = 0, 2, 300
-
-
-def tiny_config(model_type: str = "llama", **changes: object) -> transformers.PreTrainedConfig:
-    options = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "pad_token_id": PAD,
-        "bos_token_id": 1,
-        "eos_token_id": EOS,
-        "sliding_window": None,
-        "initializer_range": 0.2,  # logits far enough apart for greedy text to be the same under any rounding
-    }
-    return AutoConfig.for_model(model_type, **{**options, **changes})
-
-
-def tiny_model(model_type: str = "llama", **changes: object) -> transformers.PreTrainedModel:
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(tiny_config(model_type, **changes)).eval()
 
 
 @pytest.fixture
@@ -58,28 +33,6 @@ def model() -> Iterator[transformers.PreTrainedModel]:
         cache.check_integrity()
         assert cache.stats().leases == 0
         npc.disable(model)
-
-
-def tokens(count: int, seed: int = 0) -> torch.Tensor:
-    """``[1, count]`` token ids, none of them special."""
-    return torch.randint(3, VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
-
-
-def join(*parts: torch.Tensor) -> torch.Tensor:
-    return torch.cat(parts, dim=1)
-
-
-SYSTEM = tokens(500, seed=100)
-
-
-def left_padded(prompts: list[torch.Tensor], extra: int = 0) -> dict[str, torch.Tensor]:
-    columns = max(prompt.shape[1] for prompt in prompts) + extra
-    ids = torch.full((len(prompts), columns), PAD)
-    mask = torch.zeros(len(prompts), columns, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        ids[row, columns - prompt.shape[1] :] = prompt
-        mask[row, columns - prompt.shape[1] :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def computed(cache: npc.PromptCache) -> int:

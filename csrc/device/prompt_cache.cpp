@@ -24,7 +24,7 @@ CacheOptions cache_options(const PoolOptions& pool, const Region& region) {
 
 PromptCache::PromptCache(const PoolOptions& options)
     : runtime_(std::make_shared<Runtime>(options.acl_lib, options.device)),
-      fences_(std::make_unique<Fences>(runtime_)),
+      fences_(std::make_unique<Fences>(runtime_, options.fenced)),
       region_(std::make_shared<Region>(runtime_, options.pool_bytes, options.plane_block_bytes,
                                        options.block_size)),
       cache_(std::make_unique<Cache>(cache_options(options, *region_))),

@@ -30,6 +30,7 @@ struct PoolOptions {
   std::vector<size_t> plane_block_bytes;
   int32_t block_size = 128;
   int priority_bits = 32;
+  bool fenced = true;
 };
 
 class PromptCache;

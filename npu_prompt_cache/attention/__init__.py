@@ -27,4 +27,4 @@ def paged_attention(layout: KVLayout, num_heads: int, device: torch.device) -> P
         return cpu.PagedAttention(layout)
     from npu_prompt_cache.attention import npu
 
-    return npu.PagedAttention(layout, num_heads, device)
+    return npu.paged_attention(layout, num_heads, device)

@@ -41,26 +41,23 @@ class PagedAttention:
             sequences: in packed order, together covering the row.
             slots: int64 ``[tokens]``: the slot of each new token, ``block * block_size + offset``.
         """
-        return PagedBatch(sequences, slots, self._layout.block_size, self._layout.dtype)
+        return PagedBatch(self, self._layout, sequences, slots)
 
 
 class PagedBatch:
-    """Where a packed batch writes and reads: the same for all layers of one forward pass.
+    """Where a packed batch writes and reads: the same for all layers of one forward pass. From `PagedAttention.batch`.
 
-    Args:
-        sequences: in packed order, together covering the row.
-        slots: int64 ``[tokens]``: the slot of each new token, ``block * block_size + offset``.
-        block_size: tokens of a block.
-        dtype: of queries, keys and values.
+    Attributes:
+        sequences: in packed order.
     """
 
     def __init__(
-        self, sequences: list[Sequence], slots: npt.NDArray[np.int64], block_size: int, dtype: torch.dtype
+        self, attention: PagedAttention, layout: KVLayout, sequences: list[Sequence], slots: npt.NDArray[np.int64]
     ) -> None:
         self.sequences = sequences
-        self._slots = torch.from_numpy(slots)
-        self._places = [_Place(sequence, block_size) for sequence in sequences]
-        self._masks = [_mask(sequence, dtype) for sequence in sequences]
+        self._slots = attention.upload(slots)
+        self._places = [_Place(attention, sequence, layout.block_size) for sequence in sequences]
+        self._masks = [_mask(sequence, layout.dtype, self._slots.device) for sequence in sequences]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
         """Puts the new tokens' K and V, each ``[1, kv_heads, tokens, head_dim]``, into their slots of the planes."""
@@ -101,7 +98,7 @@ class PagedBatch:
 class _Place:
     """Where one sequence's tokens lie in a plane: a slice where its blocks are neighbours, else a list of blocks."""
 
-    def __init__(self, sequence: Sequence, block_size: int) -> None:
+    def __init__(self, attention: PagedAttention, sequence: Sequence, block_size: int) -> None:
         blocks = -(-sequence.kv_length // block_size)
         table = sequence.block_table[:blocks]
         self.kv_length = sequence.kv_length
@@ -109,7 +106,7 @@ class _Place:
         if int(table[-1]) - int(table[0]) == blocks - 1 and bool((table[1:] - table[:-1] == 1).all()):
             self.first_slot = int(table[0]) * block_size
         else:
-            self.blocks = torch.from_numpy(table)
+            self.blocks = attention.upload(table)
 
     def read(self, plane: torch.Tensor) -> torch.Tensor:
         """``[1, kv_heads, kv_length, head_dim]``: a view of the plane, or of a copy of scattered blocks."""
@@ -120,10 +117,10 @@ class _Place:
         return rows.transpose(0, 1).unsqueeze(0)
 
 
-def _mask(sequence: Sequence, dtype: torch.dtype) -> torch.Tensor | None:
+def _mask(sequence: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """Right-down causal mask, ``[tokens, kv_length]``; None where the kernel's own or no mask is the same."""
     tokens = sequence.tokens
     if tokens in (1, sequence.kv_length):
         return None
-    hidden = torch.full((tokens, sequence.kv_length), float("-inf"), dtype=dtype)
+    hidden = torch.full((tokens, sequence.kv_length), float("-inf"), dtype=dtype, device=device)
     return hidden.triu_(sequence.kv_length - tokens + 1)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch_npu
 
+from npu_prompt_cache.attention import cpu
 from npu_prompt_cache.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -32,54 +33,67 @@ _MASK_SIDE = 2048
 _RIGHT_DOWN_CAUSAL = 3
 
 
+_FUSED = "npu_fused_infer_attention_score_v2"
+_SDPA = "scaled_dot_product_attention"
+
+
 class Route(NamedTuple):
     """How a model's attention goes over the pool."""
 
+    op: str
     layout: str
     reason: str
 
 
 class _Rule(NamedTuple):
     fits: Callable[[KVLayout, int], bool]
-    layout: str | None  # None: refused
+    op: str | None  # None: refused
+    layout: str
     reason: str
 
 
-#: The first rule that fits decides. All layouts are of ``npu_fused_infer_attention_score_v2``, the one that its page
-#: recommends wherever neither a shared prefix nor quantised K/V are wanted.
+#: The first rule that fits decides. Of the fused operators it is the one that its page recommends wherever neither a
+#: shared prefix nor quantised K/V are wanted.
 _RULES = (
     _Rule(
-        lambda kv, heads: kv.dtype not in (torch.float16, torch.bfloat16),
-        None,
-        "fused attention takes float16 and bfloat16: load the model with one of them",
+        lambda kv, heads: kv.dtype is torch.float32,
+        _SDPA,
+        "BNSD",
+        "fused attention takes float16 and bfloat16 only; torch's own takes each sequence's rows, which are copied "
+        "together on the device where its blocks are no neighbours",
     ),
     _Rule(
         lambda kv, heads: kv.block_size % 128 != 0 or kv.block_size > 512,
         None,
+        "",
         "fused attention over pages takes blocks of 128, 256, 384 or 512 tokens: set block_size",
     ),
     _Rule(
         lambda kv, heads: heads // kv.num_kv_heads > 64,
         None,
+        "",
         "fused attention takes at most 64 query heads for each key/value head",
     ),
     _Rule(
         lambda kv, heads: kv.num_kv_heads * kv.head_dim > 65535,
         None,
+        "",
         "fused attention over pages [blocks, block_size, H] takes H = key/value heads * head_dim up to 65535",
     ),
-    _Rule(lambda kv, heads: kv.head_dim == 128, "TND", "packed, no padding: TND takes head_dim 128"),
+    _Rule(lambda kv, heads: kv.head_dim == 128, _FUSED, "TND", "packed, no padding: TND takes head_dim 128"),
     _Rule(
         lambda kv, heads: kv.head_dim == 64 and heads == kv.num_kv_heads,
+        _FUSED,
         "TND",
         "packed, no padding: TND takes head_dim 64 where queries are not grouped",
     ),
     _Rule(
         lambda kv, heads: kv.head_dim % 16 == 0 and kv.head_dim <= 512,
+        _FUSED,
         "BSND",
         "TND does not take this head_dim; BSND takes multiples of 16 up to 512",
     ),
-    _Rule(lambda kv, heads: True, None, "fused attention takes a head_dim that is a multiple of 16, at most 512"),
+    _Rule(lambda kv, heads: True, None, "", "fused attention takes a head_dim that is a multiple of 16, at most 512"),
 )
 
 
@@ -94,9 +108,9 @@ def route(layout: KVLayout, num_heads: int) -> Route:
         UnsupportedModel: no operator takes it; the message says why.
     """
     rule = next(rule for rule in _RULES if rule.fits(layout, num_heads))
-    if rule.layout is None:
+    if rule.op is None:
         raise UnsupportedModel(f"attention over the pool on the NPU cannot be: {rule.reason}; found {layout}")
-    return Route(rule.layout, rule.reason)
+    return Route(rule.op, rule.layout, rule.reason)
 
 
 def current_stream(device_index: int) -> int:
@@ -104,30 +118,23 @@ def current_stream(device_index: int) -> int:
     return torch.npu.current_stream(device_index).npu_stream  # type: ignore[no-any-return, attr-defined]
 
 
-class PagedAttention:
-    """Attention of one request's rows over the pool. Its tables stay on the device and change in place.
-
-    Their addresses change only when a row outgrows its table, whose width doubles then: a captured graph can be
-    replayed in between.
-
-    Args:
-        layout: of the pool.
-        num_heads: query heads.
-        device: of the pool and the model.
+def paged_attention(layout: KVLayout, num_heads: int, device: torch.device) -> PagedAttention | SdpaAttention:
+    """Attention of one request by the route that its model takes.
 
     Raises:
         UnsupportedModel: no operator takes the model's shapes.
     """
+    if route(layout, num_heads).op == _SDPA:
+        return SdpaAttention(layout, device)
+    return PagedAttention(layout, num_heads, device)
 
-    def __init__(self, layout: KVLayout, num_heads: int, device: torch.device) -> None:
-        self.route = route(layout, num_heads)
-        self._layout = layout
-        self._num_heads = num_heads
+
+class _OnStream:
+    """The device, and the stream that a request's leases are fenced on: the one that was current when this was made."""
+
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.npu.current_stream(device)  # type: ignore[attr-defined]
-        self._table_on_host = np.zeros((0, 0), np.int32)
-        self._table = torch.empty(0, 0, dtype=torch.int32, device=device)
-        self._slots = torch.empty(0, dtype=torch.int32, device=device)
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -148,6 +155,36 @@ class PagedAttention:
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """A copy on the device, enqueued: the host does not wait."""
         return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
+
+
+class SdpaAttention(_OnStream, cpu.PagedAttention):
+    """Attention of one request's rows by torch's own operator: what `cpu` does, on the device."""
+
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        _OnStream.__init__(self, device)
+        cpu.PagedAttention.__init__(self, layout)
+
+
+class PagedAttention(_OnStream):
+    """Attention of one request's rows over the pool. Its tables stay on the device and change in place.
+
+    Their addresses change only when a row outgrows its table, whose width doubles then: a captured graph can be
+    replayed in between.
+
+    Args:
+        layout: of the pool.
+        num_heads: query heads.
+        device: of the pool and the model.
+    """
+
+    def __init__(self, layout: KVLayout, num_heads: int, device: torch.device) -> None:
+        super().__init__(device)
+        self.route = route(layout, num_heads)
+        self._layout = layout
+        self._num_heads = num_heads
+        self._table_on_host = np.zeros((0, 0), np.int32)
+        self._table = torch.empty(0, 0, dtype=torch.int32, device=device)
+        self._slots = torch.empty(0, dtype=torch.int32, device=device)
 
     def batch(self, sequences: list[Sequence], slots: npt.NDArray[np.int64]) -> PagedBatch:
         """A packed batch; the tables hold it until the next one.
@@ -190,11 +227,13 @@ class PagedAttention:
     ) -> torch.Tensor:
         """One call of the operator; `query` as the route's layout wants it, lengths of queries and of keys."""
         blocks, block_size, heads, head_dim = keys.shape
+        # The pages define no mask of 2048 x 2048 for a single query token outside TND, and it sees every key anyway.
+        masked = self.route.layout == "TND" or query.shape[1] > 1
         output, _ = torch_npu.npu_fused_infer_attention_score_v2(
             query,
             keys.view(blocks, block_size, heads * head_dim),
             values.view(blocks, block_size, heads * head_dim),
-            atten_mask=_causal_mask(query.device),
+            atten_mask=_causal_mask(query.device) if masked else None,
             actual_seq_qlen=lengths[0],
             actual_seq_kvlen=lengths[1],
             block_table=table,
@@ -202,7 +241,7 @@ class PagedAttention:
             num_key_value_heads=heads,
             softmax_scale=head_dim**-0.5 if scale is None else scale,
             input_layout=self.route.layout,
-            sparse_mode=_RIGHT_DOWN_CAUSAL,
+            sparse_mode=_RIGHT_DOWN_CAUSAL if masked else 0,
             block_size=block_size,
         )
         return output  # type: ignore[no-any-return]
@@ -244,27 +283,37 @@ class PagedBatch:
             ``[1, tokens, heads, head_dim]``.
         """
         packed = _token_major(query)
-        if self._attention.route.layout == "TND":
-            # Lengths of queries are cumulative, those of keys are each sequence's own: taken the other way round they
-            # give wrong results and no error.
-            lengths = ([s.stop for s in self.sequences], [s.kv_length for s in self.sequences])
-            return self._attention.attend(packed, keys, values, self._table, lengths, scale).unsqueeze(0)
+        is_packed = self._attention.route.layout == "TND"
         outputs = []
-        for first, last in self._runs():
-            run = self.sequences[first:last]
-            rows = packed[run[0].start : run[-1].stop].view(len(run), run[0].tokens, *packed.shape[1:])
-            lengths = ([s.tokens for s in run], [s.kv_length for s in run])
+        for first, last in self._calls(keys.shape[0], keys.shape[1], is_packed):
+            sequences = self.sequences[first:last]
+            start, tokens = sequences[0].start, sequences[0].tokens
+            rows = packed[start : sequences[-1].stop]
+            # Lengths of queries are cumulative where they are packed, those of keys never are: taken the other way
+            # round they give wrong results and no error.
+            queries = [s.stop - start if is_packed else tokens for s in sequences]
+            lengths = (queries, [s.kv_length for s in sequences])
+            if not is_packed:
+                rows = rows.view(len(sequences), tokens, *rows.shape[1:])
             output = self._attention.attend(rows, keys, values, self._table[first:last], lengths, scale)
-            outputs.append(output.flatten(0, 1))
+            outputs.append(output.view(-1, *packed.shape[1:]))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
-    def _runs(self) -> Iterator[tuple[int, int]]:
-        """Intervals of neighbouring sequences with equally many new tokens: each is one rectangular call."""
-        first = 0
-        for at in range(1, len(self.sequences) + 1):
-            if at == len(self.sequences) or self.sequences[at].tokens != self.sequences[first].tokens:
+    def _calls(self, block_count: int, block_size: int, is_packed: bool) -> Iterator[tuple[int, int]]:
+        """Intervals of neighbouring sequences that one call takes.
+
+        The blocks of its sequences, those that they share counted for each, must not be more than the pool has; and
+        without packing all must have equally many new tokens.
+        """
+        first = blocks = 0
+        for at, sequence in enumerate(self.sequences):
+            own = -(-sequence.kv_length // block_size)
+            fits = is_packed or sequence.tokens == self.sequences[first].tokens
+            if at > first and (blocks + own > block_count or not fits):
                 yield first, at
-                first = at
+                first, blocks = at, 0
+            blocks += own
+        yield first, len(self.sequences)
 
 
 def _token_major(states: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import npu_prompt_cache as npc
-from npu_prompt_cache import sim
 from npu_prompt_cache.demo import shop
 
 
@@ -19,6 +18,8 @@ class Settings:
     new_tokens: int = 40
     #: GiB of the cache's pool.
     max_gb: float = 1.0
+    #: Where the model and the pool are: ``"cpu"``, ``"npu"`` or ``"npu:N"``.
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,12 @@ class Result:
     stats: npc.Stats
     #: Lookups of the cache that the requests made.
     lookups: int
-    #: Of the simulated Ascend runtime, over the whole run.
-    counters: sim.Counters
+    #: Copies by kind over the whole run: on the CPU all that the simulated runtime made, on an NPU the cache's own.
+    copies: dict[str, int]
+    #: Their bytes.
+    copy_bytes: dict[str, int]
+    #: Calls of aclrtMalloc over the whole run; None on an NPU, where torch makes its own.
+    malloc_calls: int | None
     #: Bytes of one block of the cache in all planes.
     block_bytes: int
     #: Threads that torch computed with.

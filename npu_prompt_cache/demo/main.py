@@ -37,7 +37,7 @@ def main(
     model.quiet_transformers()
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded = model.load()
+    loaded = model.load(settings.device)
     result = run.run(loaded.model, loaded.tokenizer, settings)
     checks = check(result)
 

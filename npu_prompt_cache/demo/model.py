@@ -44,12 +44,13 @@ def quiet_transformers() -> None:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def load() -> Loaded:
-    """The model in float32, ready to generate, and its tokenizer; converted first where it was not yet.
+def load(device: str) -> Loaded:
+    """The model in float32 on `device`, ready to generate, and its tokenizer; converted first where it was not yet.
 
     Raises:
-        DemoError: the package that has the weights is not installed.
+        DemoError: the package that has the weights is not installed, or there is no such device.
     """
+    where = _torch_device(device)
     package = package_folder()
     folder = converted_folder()
     if not folder.is_dir():
@@ -59,7 +60,24 @@ def load() -> Loaded:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         steps.next("weights")
         model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return Loaded(model, tokenizer)
+    return Loaded(model.to(where), tokenizer)  # type: ignore[arg-type]
+
+
+def _torch_device(device: str) -> torch.device:
+    if device == "cpu":
+        return torch.device("cpu")
+    try:
+        importlib.import_module("torch_npu")
+    except ImportError as error:
+        raise DemoError(
+            f"{device} needs torch-npu, which does not import: {error}. On a machine with no NPU: "
+            f"`python -m npu_prompt_cache.sim run -- npu-prompt-cache demo --device {device}`"
+        ) from error
+    found = torch.device(device)
+    count = torch.npu.device_count()  # type: ignore[attr-defined]
+    if (found.index or 0) >= count:
+        raise DemoError(f"there is no {device}: torch sees {count} NPU(s), numbered from 0")
+    return found
 
 
 def package_folder() -> Path:

@@ -68,8 +68,8 @@ def as_text(result: Result, checks: Sequence[Check], model_name: str) -> str:
     """Everything that a person reads: sample, table, totals, checks."""
     settings = result.settings
     head = (
-        f"{model_name}, float32, {result.threads} threads: {settings.customers} customers, {settings.turns} "
-        "turns each, one shared system prompt"
+        f"{model_name}, float32, {settings.device}, {result.threads} threads: {settings.customers} customers, "
+        f"{settings.turns} turns each, one shared system prompt"
     )
     parts = (
         head,
@@ -123,9 +123,9 @@ def as_json(result: Result, checks: Sequence[Check], model_name: str) -> dict[st
         },
         "runtime": {
             "file": result.stats.runtime,
-            "malloc_calls": result.counters.calls["aclrtMalloc"],
-            "copies": result.counters.copies,
-            "copy_bytes": result.counters.copy_bytes,
+            "malloc_calls": result.malloc_calls,
+            "copies": result.copies,
+            "copy_bytes": result.copy_bytes,
         },
         "checks": [check._asdict() for check in checks],
     }
@@ -153,11 +153,9 @@ def _sample(request: Request) -> str:
 
 
 def _totals_text(result: Result) -> str:
-    sums, stats, counters = totals(result.requests), result.stats, result.counters
-    copies = ", ".join(
-        f"{kind} {counters.copies[kind]:,} ({counters.copy_bytes[kind]:,} bytes)" for kind in counters.copies
-    )
-    lines = (
+    sums, stats = totals(result.requests), result.stats
+    copies = ", ".join(f"{kind} {result.copies[kind]:,} ({result.copy_bytes[kind]:,} bytes)" for kind in result.copies)
+    lines = [
         (
             "prefill tokens",
             f"{sums.prompt_tokens:,} without the cache, {sums.computed_tokens:,} with it: "
@@ -178,9 +176,10 @@ def _totals_text(result: Result) -> str:
             f"{stats.cached_bytes / _MIB:,.0f} of {stats.pool_bytes / _MIB:,.0f} MiB hold {stats.entries:,} "
             f"entries, in blocks of {result.block_bytes / _MIB:.1f} MiB",
         ),
-        ("device memory", f"aclrtMalloc was called {counters.calls['aclrtMalloc']} time(s)"),
         ("copies", copies),
-    )
+    ]
+    if result.malloc_calls is not None:
+        lines.append(("device memory", f"aclrtMalloc was called {result.malloc_calls} time(s)"))
     return "\n".join(f"{name:<15} {text}" for name, text in lines)
 
 

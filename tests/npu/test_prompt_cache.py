@@ -1,0 +1,224 @@
+"""The cache on ``npu:0`` inside transformers models, through the real torch_npu: the text that it gives on its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny import SYSTEM, join, left_padded, tiny_model, tokens
+from transformers import PreTrainedModel
+
+import npu_prompt_cache as npc
+from npu_prompt_cache import sim
+from npu_prompt_cache.attention import npu
+from npu_prompt_cache.integrations.transformers import SUPPORTED_MODEL_TYPES
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+#: Shapes of attention that take different routes over the pool: changes of the tiny config.
+SHAPES = {
+    "TND, head_dim 128, grouped": {"head_dim": 128},
+    "TND, head_dim 64": {"head_dim": 64, "num_key_value_heads": 4},
+    "BSND, head_dim 64, grouped": {"head_dim": 64},
+    "BSND, head_dim 80": {"head_dim": 80},
+    "BSND, head_dim 16": {"head_dim": 16},
+}
+
+
+def on_npu(dtype: torch.dtype, model_type: str = "llama", **changes: object) -> PreTrainedModel:
+    return tiny_model(model_type, **changes).to("npu:0", dtype)
+
+
+def generate(model: PreTrainedModel, prompt: torch.Tensor, count: int = 8, **options: object) -> torch.Tensor:
+    return model.generate(prompt.to("npu:0"), max_new_tokens=count, do_sample=False, **options).cpu()
+
+
+class Answers:
+    """What the model gives without a cache, and whether another answer is the same.
+
+    In float32 that is token by token. In half precision two logits may be nearer to each other than both attentions'
+    rounding is; there, and only there, either token is right, and what follows it is another text.
+    """
+
+    def __init__(self, model: PreTrainedModel, exact: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
+        self._exact = exact
+        self.plain = [generate(model, prompt) for prompt in prompts]
+        with torch.no_grad():
+            found = [model(text[:, :-1].to("npu:0")).logits.cpu().double() for text in self.plain]
+            wanted = [exact(text[:, :-1]).logits for text in self.plain]
+        self._rounding = max((f - w).abs().max().item() for f, w in zip(found, wanted, strict=True))
+        self._bound = 0.0 if model.dtype is torch.float32 else 2 * self._rounding
+
+    def check(self, number: int, answer: torch.Tensor) -> None:
+        plain = self.plain[number]
+        assert answer.shape == plain.shape
+        different = (answer != plain)[0].nonzero()
+        if len(different) == 0:
+            return
+        at = int(different[0])
+        with torch.no_grad():
+            logits = self._exact(plain[:, :at]).logits[0, -1]
+        for text in (plain, answer):
+            assert logits.max() - logits[text[0, at]] <= self._bound, f"another token at {at}, and no near-tie"
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
+def test_cold_equals_hit_equals_no_cache(model_type: str, dtype: torch.dtype) -> None:
+    model = on_npu(dtype, model_type)
+    prompts = [join(SYSTEM, tokens(n, seed=n)) for n in (100, 80, 33)]
+    batch = {name: value.to("npu:0") for name, value in left_padded(prompts, extra=3).items()}
+    answers = Answers(model, tiny_model(model_type).to(dtype).double(), prompts)
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    for repeat in range(2):
+        for number, (prompt, new) in enumerate(zip(prompts, (600, 80, 33), strict=True)):
+            before = cache.stats().computed_tokens
+            answers.check(number, generate(model, prompt))
+            assert cache.stats().computed_tokens - before == (1 if repeat else new)
+    rows = model.generate(**batch, max_new_tokens=8, do_sample=False).cpu()
+    for number, (row, mask) in enumerate(zip(rows, batch["attention_mask"].cpu(), strict=True)):
+        answers.check(number, row[None, int((mask == 0).sum()) :])
+    assert cache.stats().copies["H2D"] == cache.stats().copies["D2H"] == 0
+    cache.check_integrity()
+    npc.disable(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_route_gives_the_logits_of_no_cache(shape: str, dtype: torch.dtype) -> None:
+    model = on_npu(dtype, **SHAPES[shape])
+    exact = tiny_model(**SHAPES[shape]).to(dtype).double()
+    prompt = join(SYSTEM, tokens(100, seed=1))
+    with torch.no_grad():
+        wanted = exact(prompt, logits_to_keep=5).logits
+        plain = model(prompt.to("npu:0"), logits_to_keep=5).logits.cpu().double()
+        cache = npc.enable(model, pool_bytes=256 << 20)
+        assert shape.startswith(npu.route(cache.layout, 4).layout)
+        cold = model(prompt.to("npu:0"), logits_to_keep=5).logits.cpu().double()
+        hit = model(prompt.to("npu:0"), logits_to_keep=5).logits.cpu().double()
+    assert cache.stats().hit_tokens == 595
+    npc.disable(model)
+    # As near to the exact logits as the model without a cache is, give or take its own rounding.
+    rounding = (plain - wanted).abs().max()
+    for ours in (cold, hit):
+        assert (ours - wanted).abs().max() <= 2 * rounding
+
+
+@pytest.fixture(scope="module")
+def twins() -> Iterator[tuple[PreTrainedModel, PreTrainedModel, npc.PromptCache]]:
+    """The same model twice, without and with a cache."""
+    plain, cached = on_npu(torch.float16), on_npu(torch.float16)
+    cache = npc.enable(cached, pool_bytes=64 << 20)
+    yield plain, cached, cache
+    npc.disable(cached)
+
+
+BOUNDARIES = [
+    (length, end) for length in (1, 127, 128, 129, 255, 256, 257) for end in (0, 1, 127, 128, 129, 255) if end < length
+]
+
+
+@pytest.mark.parametrize(("length", "end"), BOUNDARIES)
+def test_hits_that_end_at_any_place_of_a_block(twins, length: int, end: int) -> None:
+    plain, cached, cache = twins
+    cache.clear()
+    prompt = tokens(length, seed=length)
+    other = torch.where(prompt[:, end : end + 1] == 5, 6, 5)
+    generate(cached, join(prompt[:, :end], other, tokens(20, seed=1)), count=2)
+    hits = cache.stats().hit_tokens
+    assert torch.equal(generate(cached, prompt), generate(plain, prompt))
+    assert cache.stats().hit_tokens - hits == end
+    assert torch.equal(generate(cached, prompt), generate(plain, prompt))
+    assert cache.stats().hit_tokens - hits == end + length - 1
+    cache.check_integrity()
+
+
+def test_decoding_waits_no_more_often_than_without_a_cache(twins) -> None:
+    plain, cached, _cache = twins
+    prompt = tokens(200, seed=4)
+
+    def waits(model: PreTrainedModel, count: int) -> dict[str, int]:
+        sim.reset_counters()
+        generate(model, prompt, count=count)
+        counters = sim.counters()
+        calls = {name: n for name, n in counters.calls.items() if "Synchronize" in name or name == "aclrtMemcpy"}
+        return {**calls, "D2H": counters.copies["D2H"]}
+
+    generate(cached, prompt)
+    with_ours = [waits(cached, count) for count in (10, 74)]
+    without = [waits(plain, count) for count in (10, 74)]
+    for name in without[0]:
+        assert with_ours[1][name] - with_ours[0][name] == without[1][name] - without[0][name], name
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"head_dim": 128, "num_key_value_heads": 4}, 4),  # TND, planes of 16 blocks
+        ({"head_dim": 96, "num_key_value_heads": 4}, 5),  # BSND, planes of 21
+    ],
+)
+def test_rows_that_share_more_blocks_than_the_pool_has(changes: dict[str, int], rows: int) -> None:
+    """The operator counts a shared block for each row, and refuses more blocks than there are: several calls then."""
+    prompts = [join(SYSTEM, tokens(20, seed=row)) for row in range(rows)]
+    batch = {name: value.to("npu:0") for name, value in left_padded(prompts).items()}
+    model = on_npu(torch.float16, **changes)
+    answers = Answers(model, tiny_model(**changes).half().double(), prompts)
+    cache = npc.enable(model, pool_bytes=16 << 20, watermark_bytes=0)
+    generate(model, SYSTEM, count=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        texts = model.generate(**batch, max_new_tokens=8, do_sample=False).cpu()
+    blocks = cache.key(0).shape[0]
+    assert rows * 5 > blocks
+    assert cache.stats().hit_tokens >= rows * 499
+    for row, text in enumerate(texts):
+        answers.check(row, text[None])
+    npc.disable(model)
+
+
+def test_tables_change_in_place(twins, monkeypatch) -> None:
+    _, cached, _ = twins
+    seen = []
+    attend = npu.PagedAttention.attend
+
+    def spy(self, query, keys, values, table, *rest):
+        seen.append((table.data_ptr(), self._slots.data_ptr()))
+        return attend(self, query, keys, values, table, *rest)
+
+    monkeypatch.setattr(npu.PagedAttention, "attend", spy)
+    generate(cached, tokens(120, seed=8), count=20)  # past the end of its first block
+    assert len(seen) == 20 * 4
+    assert len(set(seen)) == 1
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "options", "text"),
+    [
+        (torch.float16, {}, {"block_size": 64}, "takes blocks of 128, 256, 384 or 512 tokens"),
+        (torch.float16, {}, {"block_size": 640}, "takes blocks of 128, 256, 384 or 512 tokens"),
+        (torch.float16, {"head_dim": 24}, {}, "a multiple of 16, at most 512"),
+        (torch.float16, {"head_dim": 528}, {}, "a multiple of 16, at most 512"),
+        (torch.float16, {"hidden_size": 130, "num_attention_heads": 130}, {}, "at most 64 query heads"),
+    ],
+)
+def test_what_no_operator_takes_is_refused_by_reason(dtype, changes, options, text: str) -> None:
+    model = on_npu(dtype, num_hidden_layers=1, **changes)
+    cache = npc.PromptCache.for_model(model, pool_bytes=64 << 20, **options)
+    with pytest.raises(npc.UnsupportedModel, match=text):
+        cache.attach(model)
+    assert "forward" not in vars(model)
+    cache.close()
+
+
+def test_a_model_elsewhere_than_the_cache_is_refused() -> None:
+    model = tiny_model().half()
+    cache = npc.PromptCache.for_model(model, device="npu:0", pool_bytes=64 << 20)
+    with pytest.raises(ValueError, match="is on cpu, the cache on npu:0"):
+        cache.attach(model)
+    cache.close()
