@@ -6,24 +6,25 @@ what is new. ``npc.enable(model)`` is the one line most programs need.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from npu_prompt_cache.cache import Lease, Match, PromptCache, Stats
-from npu_prompt_cache.config import CacheConfig
-from npu_prompt_cache.errors import (
-    AclError,
-    CacheClosed,
-    IntegrityError,
-    LeaseReleased,
-    PoolExhausted,
-    PromptCacheError,
-    RuntimeNotFound,
-    UnsupportedModel,
-)
-from npu_prompt_cache.layout import KVLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from npu_prompt_cache.cache import Lease, Match, PromptCache, Stats
+    from npu_prompt_cache.config import CacheConfig
+    from npu_prompt_cache.errors import (
+        AclError,
+        CacheClosed,
+        IntegrityError,
+        LeaseReleased,
+        PoolExhausted,
+        PromptCacheError,
+        RuntimeNotFound,
+        UnsupportedModel,
+    )
+    from npu_prompt_cache.layout import KVLayout
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,36 @@ __all__ = [
     "enable",
 ]
 
+# Imported when they are first used: `npu_prompt_cache.sim` has to come before torch, which all of these import.
+_MODULES = {
+    "cache": ("Lease", "Match", "PromptCache", "Stats"),
+    "config": ("CacheConfig",),
+    "errors": (
+        "AclError",
+        "CacheClosed",
+        "IntegrityError",
+        "LeaseReleased",
+        "PoolExhausted",
+        "PromptCacheError",
+        "RuntimeNotFound",
+        "UnsupportedModel",
+    ),
+    "layout": ("KVLayout",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 def enable(model: PreTrainedModel, **options: Any) -> PromptCache:
     """Gives a transformers model a prompt cache: `PromptCache.for_model` and `PromptCache.attach` in one.
@@ -59,6 +90,8 @@ def enable(model: PreTrainedModel, **options: Any) -> PromptCache:
         >>> cache = npc.enable(model)  # doctest: +SKIP
         >>> model.generate(**inputs)  # prefills only what no earlier prompt began with  # doctest: +SKIP
     """
+    from npu_prompt_cache.cache import PromptCache
+
     cache = PromptCache.for_model(model, **options)
     try:
         cache.attach(model).owns_cache = True

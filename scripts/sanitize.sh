@@ -15,7 +15,8 @@ NPU_PROMPT_CACHE_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=unde
   .venv/bin/python setup.py --quiet build --build-lib build/sanitized --build-temp build/sanitized-objects
 
 tests=("$@")
-((${#tests[@]})) || tests=(tests --ignore=tests/test_demo.py --ignore=tests/test_package.py)
+((${#tests[@]})) || tests=(tests --ignore=tests/npu --ignore=tests/ops --ignore=tests/test_demo.py --ignore=tests/test_package.py
+  --ignore=tests/test_sim_run.py)
 
 # Python itself is not instrumented, so the runtime must come first; libstdc++ with it, for its exceptions. Leaks are
 # not looked for: the interpreter leaks on purpose at exit (tests count the simulator's allocations instead).

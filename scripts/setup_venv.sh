@@ -81,7 +81,7 @@ install_once packages "${with_deps[@]}"
 
 digest=$(source_digest)
 built=(npu_prompt_cache/_core.*.so)
-if ! done_before build "$digest" || [[ ! -f "${built[0]}" || ! -f npu_prompt_cache/sim/libascendcl.so ]]; then
+if ! done_before build "$digest" || [[ ! -f "${built[0]}" || ! -f npu_prompt_cache/sim/lib/libascendcl.so ]]; then
   command -v "${CXX:-g++}" >/dev/null || fail "${CXX:-g++} is missing; on Debian: apt-get install g++"
   step "building npu_prompt_cache"
   pip_install --no-build-isolation --no-deps --editable .

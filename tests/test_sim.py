@@ -1,153 +1,63 @@
-"""The simulated Ascend runtime alone, through its C interface.
+"""The simulated Ascend runtime alone, through its C interface: see acl_calls.py.
 
-Everything here happens on device 1 of two, which is reset after each test: what other tests keep on device 0
-stays. What must start before aclInit, or ends the runtime, runs in a process of its own.
+What must start before aclInit, or ends the runtime, runs in a process of its own.
 """
 
 import ctypes
 import itertools
-import subprocess
-import sys
 import threading
 from ctypes import c_int, c_int32, c_size_t, c_uint32, c_void_p
 
 import pytest
+from acl_calls import (
+    D2D,
+    D2H,
+    DEFAULT,
+    DEVICE,
+    H2D,
+    H2H,
+    HOST_BUF,
+    HUGE_FIRST,
+    HUGE_ONLY,
+    INNER_D2D,
+    INTER_D2D,
+    INVALID_DEVICE,
+    INVALID_PARAM,
+    MIB,
+    NO_CONTEXT,
+    NO_EVENT,
+    NORMAL_ONLY,
+    OUT_OF_MEMORY,
+    PARAM_INVALID,
+    REPEAT_INIT,
+    STREAM_CONTEXT,
+    SYSTEM_DMA,
+    UNALIGNED,
+    acl,
+    call,
+    copy_async,
+    do,
+    event,
+    fill_async,
+    free_and_total,
+    host,
+    in_thread,
+    is_complete,
+    is_idle,
+    machine,
+    make,
+    malloc,
+    message,
+    read,
+    reset_device,
+    run_python,
+    stream,
+    write,
+)
 
 from npu_prompt_cache import sim
 
-MIB = 1 << 20
-DEVICE = 1
-HUGE_FIRST, HUGE_ONLY, NORMAL_ONLY = 0, 1, 2
-H2H, H2D, D2H, D2D, DEFAULT, HOST_BUF, INNER_D2D, INTER_D2D = range(8)
-
-INVALID_PARAM, UNINITIALIZED, REPEAT_INIT, REPEAT_FINALIZE = 100000, 100001, 100002, 100037
-PARAM_INVALID, INVALID_DEVICE, NO_CONTEXT, STREAM_CONTEXT, UNALIGNED = 107000, 107001, 107002, 107003, 107008
-NOT_SUPPORTED, NO_EVENT, OUT_OF_MEMORY, SYSTEM_DMA = 207000, 207007, 207018, 507013
-
-_library = ctypes.CDLL(sim.library_path())
-for _name in ("aclGetRecentErrMsg", "aclrtGetSocName"):
-    getattr(_library, _name).restype = ctypes.c_char_p
-
-
-def call(name, *args):
-    """The error code of one runtime call. Ints are passed as 64 bits: every C integer reads its part."""
-    return getattr(_library, name)(*(c_void_p(arg) if isinstance(arg, int) else arg for arg in args))
-
-
-def do(name, *args):
-    code = call(name, *args)
-    assert code == 0, message()
-
-
-def message():
-    return _library.aclGetRecentErrMsg().decode()
-
-
-def make(name, *args):
-    """The handle or address that a creating call returns by its first argument."""
-    handle = c_void_p()
-    do(name, ctypes.byref(handle), *args)
-    return handle.value
-
-
-def malloc(size, policy=HUGE_FIRST):
-    return make("aclrtMalloc", size, policy)
-
-
-def host(data=b"\0"):
-    """A host buffer, its address and its size; the caller keeps it alive."""
-    return (buffer := ctypes.create_string_buffer(data, len(data))), ctypes.addressof(buffer), len(data)
-
-
-def write(address, data):
-    _keep, source, size = host(data)
-    do("aclrtMemcpy", address, size, source, size, H2D)
-
-
-def read(address, size):
-    """What lies at a device address now. It overtakes queued work, and is an API call itself."""
-    buffer, target, _ = host(bytes(size))
-    do("aclrtMemcpy", target, size, address, size, D2H)
-    return buffer.raw
-
-
-def stream():
-    return make("aclrtCreateStream")
-
-
-def event():
-    return make("aclrtCreateEventExWithFlag", 1)
-
-
-def is_complete(handle):
-    status = c_int(-1)
-    do("aclrtQueryEventStatus", handle, ctypes.byref(status))
-    return status.value == 1
-
-
-def is_idle(handle):
-    status = c_int(-1)
-    do("aclrtStreamQuery", handle, ctypes.byref(status))
-    return status.value == 0
-
-
-def copy_async(dst, src, size, on, kind=D2D):
-    return call("aclrtMemcpyAsync", dst, size, src, size, kind, on)
-
-
-def fill_async(dst, value, size, on):
-    do("aclrtMemsetAsync", dst, size, value, size, on)
-
-
-def free_and_total(attr=1):
-    free, total = c_size_t(77), c_size_t(77)
-    do("aclrtGetMemInfo", attr, ctypes.byref(free), ctypes.byref(total))
-    return free.value, total.value
-
-
-def reset_device():
-    while call("aclrtResetDevice", DEVICE) == 0:
-        pass
-
-
-def in_thread(work):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def run_python(code):
-    """Runs a program of its own that has `acl` (the library) and `sim`."""
-    start = "import ctypes, os, signal\nfrom npu_prompt_cache import sim\nacl = ctypes.CDLL(sim.library_path())\n"
-    return subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, timeout=60)
-
-
-@pytest.fixture(autouse=True)
-def machine():
-    before = c_void_p()
-    config = sim.configuration()
-    assert call("aclInit", 0) in (0, REPEAT_INIT)
-    call("aclrtGetCurrentContext", ctypes.byref(before))
-    sim.configure(device_count=max(2, config.device_count))
-    do("aclrtSetDevice", DEVICE)
-    sim.reset_counters()
-    sim.clear_violations()
-    yield
-    sim.prompt_streams()
-    sim.clear_faults()
-    sim.clear_violations()
-    reset_device()
-    sim.configure(
-        hbm_bytes=config.hbm_bytes,
-        device_count=config.device_count,
-        poison=config.poison,
-        max_events=config.max_events,
-    )
-    if before.value:
-        do("aclrtSetCurrentContext", before.value)
-
+__all__ = ["machine"]  # every test runs on a machine of its own
 
 # Start and end of the runtime
 
@@ -228,7 +138,7 @@ def test_a_fork_in_the_middle_of_another_threads_call_does_not_hang_the_child():
 
 
 def test_soc_is_named():
-    assert _library.aclrtGetSocName() == b"Ascend910B1"
+    assert acl.aclrtGetSocName() == b"Ascend910B1"
 
 
 # Devices and contexts
@@ -499,7 +409,18 @@ def test_a_kind_that_does_not_fit_the_addresses_is_refused(kind, dst, src):
         do("aclrtFreeHost", address)
 
 
-@pytest.mark.parametrize(("kind", "code"), [(HOST_BUF, NOT_SUPPORTED), (8, INVALID_PARAM), (c_int(-1), INVALID_PARAM)])
+def test_a_copy_through_a_buffer_reads_its_source_when_it_is_submitted():
+    device, on = malloc(64), stream()
+    source, address, _ = host(b"\1" * 64)
+    sim.late_streams(2, FAR)
+    assert copy_async(device, address, 64, on, HOST_BUF) == 0
+    source.raw = b"\2" * 64
+    do("aclrtSynchronizeStream", on)
+    assert read(device, 64) == b"\1" * 64
+    assert sim.counters().copies["H2D"] == 1
+
+
+@pytest.mark.parametrize(("kind", "code"), [(8, INVALID_PARAM), (c_int(-1), INVALID_PARAM)])
 def test_other_kinds_are_refused(kind, code):
     assert call("aclrtMemcpy", malloc(64), 64, malloc(64), 64, kind) == code
 
@@ -879,13 +800,39 @@ def test_freed_host_memory_is_a_violation_too():
 
 @pytest.mark.parametrize("queue", ["aclrtRecordEvent", "aclrtStreamWaitEvent"])
 def test_an_event_destroyed_while_queued_is_a_violation(queue):
-    on, other, done = stream(), stream(), event()
+    on, other, done = stream(), stream(), make("aclrtCreateEventWithFlag", 1)
     sim.late_streams(6, FAR)
     do("aclrtRecordEvent", done, other)
     do(queue, *((done, on) if queue == "aclrtRecordEvent" else (on, done)))
     do("aclrtDestroyEvent", done)
     assert call("aclrtSynchronizeStream", on) == PARAM_INVALID
     assert "destroyed meanwhile" in sim.violations()[0]
+
+
+def test_an_event_made_to_outlive_its_destruction_does_what_was_queued():
+    device, result, writer, reader, written = malloc(64), malloc(64), stream(), stream(), event()
+    sim.late_streams(6, FAR)
+    fill_async(device, 1, 64, writer)
+    do("aclrtRecordEvent", written, writer)
+    do("aclrtStreamWaitEvent", reader, written)
+    assert copy_async(result, device, 64, reader) == 0
+    do("aclrtDestroyEvent", written)
+    assert call("aclrtDestroyEvent", written) == PARAM_INVALID
+    assert call("aclrtRecordEvent", written, writer) == PARAM_INVALID
+    assert sim.memory(DEVICE).live_events == 1
+    do("aclrtSynchronizeStream", reader)
+    assert read(result, 1) == b"\1"
+    assert sim.memory(DEVICE).live_events == 0
+    assert sim.violations() == []
+
+
+def test_dropping_a_stream_ends_events_that_were_destroyed():
+    on, done = stream(), event()
+    sim.late_streams(6, FAR)
+    do("aclrtRecordEvent", done, on)
+    do("aclrtDestroyEvent", done)
+    do("aclrtDestroyStreamForce", on)
+    assert sim.memory(DEVICE).live_events == 0
 
 
 def test_destroying_a_stream_with_queued_work_is_a_violation():

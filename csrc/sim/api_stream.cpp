@@ -14,12 +14,12 @@ Status CreateStream(const Call& call, acl::Stream* stream, uint32_t flags) {
   return {};
 }
 
-Status CreateEvent(const Call& call, acl::Event* event, uint32_t flags) {
+Status CreateEvent(const Call& call, acl::Event* event, uint32_t flags, bool outlives) {
   if (event == nullptr) return Fail(acl::kInvalidParam, "the pointer to return the event in is null");
   if (flags == 0 || (flags & ~kEventFlags) != 0) {
     return Fail(acl::kInvalidParam, "event flags 0x%x are none or unknown", flags);
   }
-  return call.state.timeline.CreateEvent(call.device, event);
+  return call.state.timeline.CreateEvent(call.device, outlives, event);
 }
 
 }  // namespace
@@ -52,6 +52,13 @@ NPC_SIM_API acl::Error aclrtSynchronizeStream(acl::Stream stream) {
   });
 }
 
+NPC_SIM_API acl::Error aclrtSynchronizeStreamWithTimeout(acl::Stream stream, int32_t timeout_ms) {
+  return Serve(Function::aclrtSynchronizeStreamWithTimeout, Needs::kContext, [=](const Call& call) {
+    Status status = CheckTimeout(timeout_ms);
+    return status.ok() ? call.state.timeline.Synchronize(call.StreamOf(stream), call.context) : status;
+  });
+}
+
 NPC_SIM_API acl::Error aclrtStreamQuery(acl::Stream stream, int* status) {
   return Serve(Function::aclrtStreamQuery, Needs::kContext, [=](const Call& call) {
     if (status == nullptr) return Fail(acl::kInvalidParam, "the pointer to return the status in is null");
@@ -70,17 +77,18 @@ NPC_SIM_API acl::Error aclrtStreamWaitEvent(acl::Stream stream, acl::Event event
 
 NPC_SIM_API acl::Error aclrtCreateEvent(acl::Event* event) {
   return Serve(Function::aclrtCreateEvent, Needs::kContext,
-               [=](const Call& call) { return CreateEvent(call, event, acl::kEventSync); });
+               [=](const Call& call) { return CreateEvent(call, event, acl::kEventSync, false); });
 }
 
 NPC_SIM_API acl::Error aclrtCreateEventWithFlag(acl::Event* event, uint32_t flags) {
   return Serve(Function::aclrtCreateEventWithFlag, Needs::kContext,
-               [=](const Call& call) { return CreateEvent(call, event, flags); });
+               [=](const Call& call) { return CreateEvent(call, event, flags, false); });
 }
 
+// The kind that may be destroyed before what is queued on it has run.
 NPC_SIM_API acl::Error aclrtCreateEventExWithFlag(acl::Event* event, uint32_t flags) {
   return Serve(Function::aclrtCreateEventExWithFlag, Needs::kContext,
-               [=](const Call& call) { return CreateEvent(call, event, flags); });
+               [=](const Call& call) { return CreateEvent(call, event, flags, true); });
 }
 
 NPC_SIM_API acl::Error aclrtRecordEvent(acl::Event event, acl::Stream stream) {
@@ -108,6 +116,13 @@ NPC_SIM_API acl::Error aclrtQueryEventStatus(acl::Event event, int* status) {
 NPC_SIM_API acl::Error aclrtSynchronizeEvent(acl::Event event) {
   return Serve(Function::aclrtSynchronizeEvent, Needs::kContext,
                [=](const Call& call) { return call.state.timeline.SynchronizeEvent(event); });
+}
+
+NPC_SIM_API acl::Error aclrtEventElapsedTime(float* milliseconds, acl::Event start, acl::Event end) {
+  return Serve(Function::aclrtEventElapsedTime, Needs::kContext, [=](const Call& call) {
+    if (milliseconds == nullptr) return Fail(acl::kInvalidParam, "the pointer to return the time in is null");
+    return call.state.timeline.ElapsedTime(start, end, milliseconds);
+  });
 }
 
 NPC_SIM_API acl::Error aclrtDestroyEvent(acl::Event event) {

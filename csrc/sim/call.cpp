@@ -24,7 +24,10 @@ Status Enter(Function function, Needs needs, Call* call) {
   state.timeline.Tick();
   Status status = state.faults.Count(function);
   if (!status.ok() || needs == Needs::kNothing) return status;
-  if (!state.initialized) return Fail(acl::kUninitialized, "aclInit was not called");
+  if (!state.initialized) {
+    return {acl::kUninitialized,
+            state.environment.ok() ? "aclInit was not called" : "aclInit failed: " + state.environment.text};
+  }
   const ContextState* context = state.FindContext(current_context);
   if (context != nullptr) {
     call->context = current_context;
@@ -35,6 +38,12 @@ Status Enter(Function function, Needs needs, Call* call) {
         current_context == nullptr ? "the thread has no context" : "the thread's context was destroyed");
   }
   return {};
+}
+
+Status CheckTimeout(int32_t milliseconds) {
+  if (milliseconds >= -1) return {};
+  return Fail(acl::kRtParamInvalid, "a timeout of %d ms asked: -1 (for ever) or more is needed",
+              milliseconds);
 }
 
 acl::Error Finish(const char* function, const Status& status) {

@@ -31,6 +31,9 @@ struct Call {
 // Steps 2 to 4. The caller holds the mutex.
 Status Enter(Function function, Needs needs, Call* call);
 
+// For the synchronising calls that take one. No timeout ever passes: what is queued runs in no time.
+Status CheckTimeout(int32_t milliseconds);
+
 // Keeps the text of a failure for this thread; returns the code.
 acl::Error Finish(const char* function, const Status& status);
 

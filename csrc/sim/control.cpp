@@ -8,8 +8,6 @@
 namespace npc::sim {
 namespace {
 
-constexpr uint32_t kMaxDevices = 1024;
-
 Status WantPointer(const void* pointer) {
   return pointer != nullptr ? Status{} : Fail(acl::kInvalidParam, "an argument is null");
 }
@@ -106,6 +104,18 @@ int npcSimPromptStreams(void) {
   return Guarded("npcSimPromptStreams", []() -> Status {
     TheState().timeline.RunPromptly();
     return {};
+  });
+}
+
+int npcSimRunStream(void* stream) {
+  return Guarded("npcSimRunStream", [=] {
+    State& state = TheState();
+    const ContextState* context = state.FindContext(CurrentContext());
+    if (stream == nullptr && context == nullptr) {
+      return Fail(acl::kInvalidParam,
+                  "the stream is null, and the thread has no context that has a default one");
+    }
+    return state.timeline.RunStream(stream != nullptr ? stream : context->default_stream);
   });
 }
 

@@ -9,6 +9,13 @@
 // Threads  Any thread, any time. Each call sees, or sets, everything at once.
 // Units    Sizes are bytes, counts are counts. A device is counted from 0; -1 means all of them together.
 //
+// Environment, read when the library is loaded. Empty is as not set; where a value is bad,
+// aclrtGetDeviceCount and aclInit fail (100000), and say which:
+//     NPU_PROMPT_CACHE_SIM_DEVICES       devices, 1 to 1024 (default 1)
+//     NPU_PROMPT_CACHE_SIM_HBM_BYTES     bytes of HBM of each, at least 1 (default 16 GiB)
+//     NPU_PROMPT_CACHE_SIM_MAX_EVENTS    live events a device (default 65535)
+//     NPU_PROMPT_CACHE_SIM_LATE_STREAMS  seed: as npcSimLateStreams(seed, 8)
+//
 // Where the simulator is stricter than the runtime, so that what happens to work there fails here:
 //   - handles and addresses are never reused, so a stale one is always found out
 //   - freed memory is inaccessible to the host
@@ -18,6 +25,8 @@
 //   - destroying a stream with work queued is a violation (aclrtDestroyStreamForce drops the work instead)
 //   - aclrtMemcpy and aclrtMemset are ordered with no stream: they overtake what is queued
 //   - a queued copy touches its host memory when it runs, however that was allocated: it must live until then
+//   - physical memory (aclrtMallocPhysical) forgets what it held when it is mapped again
+// What would compute fails: operators, kernels and their like return 207000 and say their name.
 // Where it is laxer: aclrtGetDeviceCount and aclrtGetSocName may be called before aclInit, as programs do to
 // find out whether there is a device at all.
 #pragma once
@@ -56,6 +65,11 @@ NPC_SIM_CONTROL int npcSimLateStreams(uint64_t seed, uint32_t within_calls);
 
 // Runs what is queued; from here on operations run inside the call that submits them (the default).
 NPC_SIM_CONTROL int npcSimPromptStreams(void);
+
+// Runs everything queued on a stream, with what that waits for: for whoever runs an operator on the host in
+// the place of the device, in stream order. Null is the default stream of the thread's current context. What
+// goes wrong is a violation of that stream, as at any other time.
+NPC_SIM_CONTROL int npcSimRunStream(void* stream);
 
 // The functions whose calls are counted and can be made to fail. A name lives as long as the process; null
 // past the end.

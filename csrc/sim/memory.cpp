@@ -47,6 +47,7 @@ Status EndsOf(int kind, Ends* ends) {
       *ends = {true, false, false};
       return {};
     case acl::kHostToDevice:
+    case acl::kHostBufToDevice:
       *ends = {true, true, false};
       return {};
     case acl::kDeviceToHost:
@@ -60,8 +61,6 @@ Status EndsOf(int kind, Ends* ends) {
     case acl::kMemcpyDefault:
       *ends = {false, false, false};
       return {};
-    case acl::kHostBufToDevice:
-      return Fail(acl::kRtFeatureNotSupported, "copy kind 5 (host buffer to device) is not simulated");
     default:
       return Fail(acl::kInvalidParam, "copy kind %d is none of 0 to 7", kind);
   }
@@ -120,32 +119,48 @@ Status Memory::Allocate(int32_t device, size_t bytes, int policy, size_t padding
   if (policy < acl::kHugeFirst || policy > acl::kHuge1gOnlyP2p) {
     return Fail(acl::kInvalidParam, "memory policy %d is none of 0 to 7", policy);
   }
-  Hbm& hbm = devices[static_cast<size_t>(device)];
+  const Hbm& hbm = devices[static_cast<size_t>(device)];
   size_t free_bytes = hbm_bytes - hbm.used_bytes;
   size_t page = PageBytes(policy, bytes);
   size_t padded = bytes > kLargestBytes ? kLargestBytes : RoundUp(bytes, 32) + padding;
   if (RoundUp(padded, page) > free_bytes && MayFallBack(policy)) page = kPageBytes;
   size_t taken = RoundUp(padded, page);
   if (bytes > kLargestBytes || taken > free_bytes) {
-    return Fail(acl::kRtDeviceOom,
+    return Fail(acl::kRtMemoryAllocation,
                 "%zu bytes asked (%zu in pages of %zu), but device %d has %zu of %zu bytes of HBM free",
                 bytes, taken, page, device, free_bytes, hbm_bytes);
   }
-  Status status = Map({0, bytes, taken, taken, device, true}, std::min(page, kHugePageBytes), base);
-  if (!status.ok()) return status;
-  hbm.used_bytes += taken;
+  Status status = Map({0, bytes, taken, taken, device, true, false}, std::min(page, kHugePageBytes), base);
+  if (status.ok()) status = TakeHbm(device, taken);
+  return status;
+}
+
+Status Memory::TakeHbm(int32_t device, size_t bytes) {
+  Hbm& hbm = devices[static_cast<size_t>(device)];
+  if (bytes > hbm_bytes - hbm.used_bytes) {
+    return Fail(acl::kRtMemoryAllocation, "%zu bytes asked, but device %d has %zu of %zu bytes of HBM free",
+                bytes, device, hbm_bytes - hbm.used_bytes, hbm_bytes);
+  }
+  hbm.used_bytes += bytes;
   hbm.peak_bytes = std::max(hbm.peak_bytes, hbm.used_bytes);
   hbm.allocations += 1;
-  used_bytes_ += taken;
+  used_bytes_ += bytes;
   peak_bytes_ = std::max(peak_bytes_, used_bytes_);
   return {};
+}
+
+void Memory::ReturnHbm(int32_t device, size_t bytes) {
+  Hbm& hbm = devices[static_cast<size_t>(device)];
+  hbm.used_bytes -= bytes;
+  hbm.allocations -= 1;
+  used_bytes_ -= bytes;
 }
 
 Status Memory::AllocateHost(size_t bytes, void** base) {
   if (base == nullptr) return Fail(acl::kInvalidParam, "the pointer to return the address in is null");
   if (bytes == 0) return Fail(acl::kInvalidParam, "the size is 0");
   if (bytes > kLargestBytes) return Fail(acl::kRtMemoryAllocation, "%zu bytes of host memory asked", bytes);
-  Status status = Map({0, bytes, RoundUp(bytes, kPageBytes), 0, kHost, true}, kPageBytes, base);
+  Status status = Map({0, bytes, RoundUp(bytes, kPageBytes), 0, kHost, true, false}, kPageBytes, base);
   if (status.ok()) host_allocations_ += 1;
   return status;
 }
@@ -186,6 +201,7 @@ Status Memory::FindToFree(void* base, bool host, Region** found) {
     return Fail(acl::kRtParamInvalid, "%p is %s memory: %s frees it", base, PlaceName(region->device),
                 host ? "aclrtFree" : "aclrtFreeHost");
   }
+  if (region->mapped_in) return Fail(acl::kRtParamInvalid, "%p is mapped in: aclrtUnmapMem ends that", base);
   if (!region->live) return Fail(acl::kRtParamInvalid, "double free: %p was freed before", base);
   if (region->base != reinterpret_cast<uintptr_t>(base)) {
     return Fail(acl::kRtParamInvalid, "%p is inside the allocation at %p, not its start", base,
@@ -202,16 +218,49 @@ void Memory::Release(Region& region) {
     host_allocations_ -= 1;
     return;
   }
-  Hbm& hbm = devices[static_cast<size_t>(region.device)];
-  hbm.used_bytes -= region.hbm_bytes;
-  hbm.allocations -= 1;
-  used_bytes_ -= region.hbm_bytes;
+  ReturnHbm(region.device, region.hbm_bytes);
 }
 
 void Memory::FreeAllOf(int32_t device) {
   for (auto& [base, region] : regions_) {
     if (region.live && region.device == device) Release(region);
   }
+}
+
+Status Memory::Reserve(size_t bytes, size_t alignment, void** base) {
+  void* at = ReserveAddresses(bytes, alignment);
+  if (at == nullptr) {
+    return Fail(acl::kRtMemoryAllocation, "this machine has no %zu bytes of address space left", bytes);
+  }
+  uintptr_t address = reinterpret_cast<uintptr_t>(at);
+  reserved_[address] = Reservation{address, bytes};
+  *base = at;
+  return {};
+}
+
+void Memory::ReleaseReserved(const Reservation& reservation) { reserved_.erase(reservation.base); }
+
+const Reservation* Memory::FindReserved(const void* address) const {
+  uintptr_t at = reinterpret_cast<uintptr_t>(address);
+  auto after = reserved_.upper_bound(at);
+  if (after == reserved_.begin()) return nullptr;
+  const Reservation& reservation = std::prev(after)->second;
+  return at - reservation.base < reservation.bytes ? &reservation : nullptr;
+}
+
+Status Memory::MapIn(void* base, size_t bytes, int32_t device) {
+  if (!BackPages(base, bytes, poison)) {
+    return Fail(acl::kRtMemoryAllocation, "this machine cannot map %zu bytes at %p", bytes, base);
+  }
+  uintptr_t at = reinterpret_cast<uintptr_t>(base);
+  regions_[at] = Region{at, bytes, bytes, 0, device, true, true};
+  return {};
+}
+
+void Memory::MapOut(void* base) {
+  auto at = regions_.find(reinterpret_cast<uintptr_t>(base));
+  ReleasePages(base, at->second.mapped);
+  regions_.erase(at);
 }
 
 void Memory::ResetPeaks() {
@@ -227,33 +276,43 @@ const Region* Memory::Find(const void* address) const {
   return at - region.base < region.mapped ? &region : nullptr;
 }
 
+// What no region holds: ordinary host memory, reserved addresses with nothing behind them, or nothing at all.
+Status Memory::CheckForeign(const char* role, const void* address, size_t bytes) const {
+  if (FindReserved(address) != nullptr) {
+    return Fail(acl::kRtParamInvalid, "%s: %p is reserved address space with no memory mapped in", role,
+                address);
+  }
+  uintptr_t at = reinterpret_cast<uintptr_t>(address);
+  auto next = regions_.upper_bound(at);
+  bool runs_into = next != regions_.end() && next->first - at < bytes;
+  if (runs_into || !IsMapped(address, bytes)) {
+    return Fail(acl::kRtParamInvalid,
+                "%s: the %zu bytes at %p are neither device memory nor mapped host memory", role, bytes,
+                address);
+  }
+  return {};
+}
+
 // Finds out where [address, address + bytes) lies and that all of it may be accessed.
 Status Memory::CheckRange(const char* role, const void* address, size_t bytes, int32_t* device) const {
   const Region* region = Find(address);
-  if (region == nullptr) {  // ordinary host memory, or nothing at all
-    auto next = regions_.upper_bound(reinterpret_cast<uintptr_t>(address));
-    bool runs_into = next != regions_.end() && next->first - reinterpret_cast<uintptr_t>(address) < bytes;
-    if (runs_into || !IsMapped(address, bytes)) {
-      return Fail(acl::kRtParamInvalid,
-                  "%s: the %zu bytes at %p are neither device memory nor mapped host memory", role, bytes,
-                  address);
-    }
-    *device = kHost;
-    return {};
-  }
+  *device = region == nullptr ? kHost : region->device;
+  if (region == nullptr) return CheckForeign(role, address, bytes);
   const void* base = reinterpret_cast<void*>(region->base);
   if (!region->live) {
     return Fail(acl::kRtParamInvalid, "%s: %p lies in %s memory that was freed (%p, %zu bytes)", role,
                 address, PlaceName(region->device), base, region->bytes);
   }
   size_t offset = reinterpret_cast<uintptr_t>(address) - region->base;
-  if (offset > region->bytes || bytes > region->bytes - offset) {
-    return Fail(acl::kRtParamInvalid,
-                "%s: %zu bytes at offset %zu run past the end of the allocation %p of %zu bytes", role, bytes,
-                offset, base, region->bytes);
+  size_t room = offset > region->bytes ? 0 : region->bytes - offset;
+  if (bytes <= room) return {};
+  const Region* next = Find(reinterpret_cast<void*>(region->base + region->bytes));
+  if (region->mapped_in && next != nullptr && next->mapped_in && next->device == region->device) {
+    return CheckRange(role, reinterpret_cast<void*>(next->base), bytes - room, device);
   }
-  *device = region->device;
-  return {};
+  return Fail(acl::kRtParamInvalid,
+              "%s: %zu bytes at offset %zu run past the end of the allocation %p of %zu bytes", role, bytes,
+              offset, base, region->bytes);
 }
 
 Status Memory::CheckCopy(const Copy& copy, bool async, acl::MemcpyKind* kind) const {

@@ -6,6 +6,7 @@
 //     one), rounded up to pages: 4 KiB under the NORMAL policies, 2 MiB under HUGE_ONLY, 1 GiB under
 //     HUGE1G_ONLY; HUGE_FIRST takes 4 KiB pages up to 1 MiB and where huge pages do not fit, else 2 MiB
 //   - a freed range is remembered and never handed out again
+//   - reserved address space (aclrtReserveMemAddress) may be accessed only where memory is mapped in
 // Not thread-safe: the State's mutex guards it.
 #pragma once
 
@@ -26,6 +27,12 @@ struct Region {
   size_t hbm_bytes;  // taken from the device while live; 0 for host memory
   int32_t device;    // or kHost
   bool live;
+  bool mapped_in;  // by aclrtMapMem: an access may go on into the next one, and aclrtUnmapMem ends it
+};
+
+struct Reservation {  // address space that has no memory of its own
+  uintptr_t base;
+  size_t bytes;
 };
 
 struct Hbm {
@@ -69,6 +76,16 @@ class Memory {
   Status FreeHost(void* base);
   void FreeAllOf(int32_t device);  // or kHost
 
+  // For VirtualMemory: HBM that has no address of its own, addresses that have no HBM, and the one mapped
+  // into the other. `bytes` and addresses are multiples of a page.
+  Status TakeHbm(int32_t device, size_t bytes);
+  void ReturnHbm(int32_t device, size_t bytes);
+  Status Reserve(size_t bytes, size_t alignment, void** base);
+  void ReleaseReserved(const Reservation& reservation);
+  const Reservation* FindReserved(const void* address) const;  // the one that holds it; null: none does
+  Status MapIn(void* base, size_t bytes, int32_t device);
+  void MapOut(void* base);
+
   // Checks a copy against what is live now, and says what kind it really is (H2H, H2D, D2H or D2D).
   Status CheckCopy(const Copy& copy, bool async, acl::MemcpyKind* kind) const;
   Status CheckFill(const Fill& fill) const;
@@ -85,13 +102,15 @@ class Memory {
  private:
   const Region* Find(const void* address) const;  // the region, live or freed, whose reserved range holds it
   Status CheckRange(const char* role, const void* address, size_t bytes, int32_t* device) const;
+  Status CheckForeign(const char* role, const void* address, size_t bytes) const;
   Status FindToFree(void* base, bool host, Region** region);
   Status Map(Region region, size_t alignment, void** base);
   void Release(Region& region);
 
-  std::map<uintptr_t, Region> regions_;  // by base; ranges are disjoint
-  uint64_t host_allocations_ = 0;        // live
-  size_t used_bytes_ = 0;                // sum over devices
+  std::map<uintptr_t, Region> regions_;        // by base; ranges are disjoint
+  std::map<uintptr_t, Reservation> reserved_;  // by base
+  uint64_t host_allocations_ = 0;              // live
+  size_t used_bytes_ = 0;                      // sum over devices
   size_t peak_bytes_ = 0;
 };
 

@@ -60,15 +60,24 @@ bool MapPoisoned(char* base, size_t bytes) {
 
 }  // namespace
 
-void* ReservePages(size_t bytes, size_t alignment, bool poison) {
+void* ReserveAddresses(size_t bytes, size_t alignment) {
   size_t slack = alignment > kPageBytes ? alignment : 0;
   if (bytes > SIZE_MAX - slack) return nullptr;
   void* range = mmap(nullptr, bytes + slack, PROT_NONE, kReserve | MAP_ANONYMOUS, -1, 0);
   if (range == MAP_FAILED) return nullptr;
   // The slack before and after the aligned base stays reserved: it is a guard against neighbouring accesses.
-  char* base = reinterpret_cast<char*>(RoundUp(reinterpret_cast<uintptr_t>(range), alignment));
-  if (poison ? MapPoisoned(base, bytes) : MapPlain(base, bytes)) return base;
-  munmap(range, bytes + slack);
+  return reinterpret_cast<void*>(RoundUp(reinterpret_cast<uintptr_t>(range), alignment));
+}
+
+bool BackPages(void* base, size_t bytes, bool poison) {
+  char* at = static_cast<char*>(base);
+  return poison ? MapPoisoned(at, bytes) : MapPlain(at, bytes);
+}
+
+void* ReservePages(size_t bytes, size_t alignment, bool poison) {
+  void* base = ReserveAddresses(bytes, alignment);
+  if (base == nullptr || BackPages(base, bytes, poison)) return base;
+  ReleasePages(base, bytes);
   return nullptr;
 }
 

@@ -14,11 +14,18 @@ constexpr size_t kHugePageBytes = size_t{2} << 20;
 
 constexpr size_t RoundUp(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Readable, writable memory of `bytes` (a multiple of kPageBytes) at a multiple of `alignment` (a power of
-// two, at least kPageBytes), every byte 0xFF when `poison`. Null when the machine refuses.
+// Inaccessible address space of `bytes` (a multiple of kPageBytes) at a multiple of `alignment` (a power of
+// two, at least kPageBytes). Null when the machine refuses.
+void* ReserveAddresses(size_t bytes, size_t alignment);
+
+// Makes reserved addresses readable and writable, every byte 0xFF when `poison`, else 0. False when the
+// machine refuses.
+bool BackPages(void* base, size_t bytes, bool poison);
+
+// Both in one. Null when the machine refuses.
 void* ReservePages(size_t bytes, size_t alignment, bool poison);
 
-// Gives the real memory back and makes the range inaccessible for good.
+// Gives the real memory back and makes the range inaccessible. The addresses stay reserved.
 void ReleasePages(void* base, size_t bytes);
 
 // Whether every page of [address, address + bytes) is mapped in this process. Says nothing of access rights.

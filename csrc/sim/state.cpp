@@ -6,10 +6,13 @@
 #include <iterator>
 #include <new>
 
+#include "sim/environment.h"
 #include "sim/handle.h"
 
 namespace npc::sim {
 namespace {
+
+constexpr uint32_t kLateWithinCalls = 8;  // for NPU_PROMPT_CACHE_SIM_LATE_STREAMS
 
 std::atomic<bool> forked{false};
 
@@ -29,6 +32,15 @@ void AfterForkInChild() {
 }
 
 }  // namespace
+
+State::State() {
+  EnvironmentMachine machine;
+  environment = ReadEnvironment(&machine);
+  Resize(machine.devices);
+  memory.hbm_bytes = machine.hbm_bytes;
+  timeline.max_events = machine.max_events;
+  if (machine.late) timeline.RunLate(machine.late_seed, kLateWithinCalls);
+}
 
 State& TheState() {
   static State* state = new State;  // never deleted: see state.h
@@ -80,6 +92,7 @@ Status State::ResetDevice(int32_t device) {
   }
   entry.default_context = nullptr;
   timeline.DestroyEventsOf(device);
+  virtual_memory.FreeAllOf(device);
   memory.FreeAllOf(device);
   return {};
 }

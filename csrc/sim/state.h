@@ -5,15 +5,21 @@
 // process exits, and no order of static destruction could serve them all.
 #pragma once
 
+#include <array>
 #include <map>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "sim/faults.h"
 #include "sim/memory.h"
 #include "sim/timeline.h"
+#include "sim/virtual_memory.h"
 
 namespace npc::sim {
+
+constexpr uint32_t kMaxDevices = 1024;
+constexpr int kSysParams = 3;  // aclSysParamOpt: 0 to ACL_OPT_STRONG_CONSISTENCY
 
 struct ContextState {
   int32_t device;
@@ -29,14 +35,18 @@ struct Device {
 class State {
  public:
   std::mutex mutex;
+  Status environment;  // what is wrong with the variables that the machine is made by
   bool initialized = false;
   bool finalized = false;
   Memory memory;
+  VirtualMemory virtual_memory{memory};
   Timeline timeline{memory};
   Faults faults;
   std::vector<Device> devices;
+  std::array<int64_t, kSysParams> sys_params{};  // aclrtSetSysParamOpt
+  std::map<int, std::string> compile_options;    // aclSetCompileopt, by aclCompileOpt
 
-  State() { Resize(1); }
+  State();  // as the environment says: see control.h
   void Resize(size_t device_count);
   bool InUse(size_t device) const;  // has a context or live memory
 

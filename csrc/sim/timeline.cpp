@@ -34,6 +34,13 @@ void Timeline::Tick() {
   }
 }
 
+Status Timeline::RunStream(void* handle) {
+  auto at = streams_.find(handle);
+  if (at == streams_.end()) return Fail(acl::kInvalidParam, "%p is no live stream", handle);
+  Drain(at->second);
+  return {};
+}
+
 void* Timeline::CreateStream(void* context, int32_t device, bool is_default) {
   void* handle = MakeHandle(HandleKind::kStream, ++serial_);
   streams_[handle] = StreamState{context, device, is_default, {}, {}};
@@ -77,7 +84,9 @@ Status Timeline::SubmitCopy(void* handle, void* context, const Copy& copy) {
   if (!status.ok()) return status;
   Operation operation{Operation::Kind::kCopy};
   operation.copy = copy;
-  return Submit(*stream, operation);
+  if (copy.kind == acl::kHostBufToDevice)
+    operation.staged.assign(static_cast<const char*>(copy.src), copy.bytes);
+  return Submit(*stream, std::move(operation));
 }
 
 Status Timeline::SubmitFill(void* handle, void* context, const Fill& fill) {
@@ -180,14 +189,31 @@ Status Timeline::QueryEvent(void* event, bool* complete) {
   return status;
 }
 
-Status Timeline::CreateEvent(int32_t device, void** event) {
+Status Timeline::ElapsedTime(void* start, void* end, float* milliseconds) {
+  EventState* events[2] = {};
+  Status status = FindEvent(start, &events[0]);
+  if (status.ok()) status = FindEvent(end, &events[1]);
+  if (!status.ok()) return status;
+  for (void* event : {start, end}) {
+    bool complete = false;
+    status = QueryEvent(event, &complete);
+    if (status.ok() && !complete) {
+      status = Fail(acl::kRtParamInvalid, "event %p has no record that has run: synchronise it first", event);
+    }
+    if (!status.ok()) return status;
+  }
+  *milliseconds = std::chrono::duration<float, std::milli>(events[1]->at - events[0]->at).count();
+  return {};
+}
+
+Status Timeline::CreateEvent(int32_t device, bool outlives, void** event) {
   uint64_t live = CountEvents(device);
   if (live >= max_events) {
     return Fail(kNoEventResource, "one more event asked, but device %d has %llu of %u events live", device,
                 static_cast<unsigned long long>(live), max_events);
   }
   *event = MakeHandle(HandleKind::kEvent, ++serial_);
-  events_[*event] = EventState{device, 0, 0, {}};
+  events_[*event] = EventState{device, outlives};
   live_events_[device] += 1;
   return {};
 }
@@ -196,8 +222,12 @@ Status Timeline::DestroyEvent(void* event) {
   EventState* state = nullptr;
   Status status = FindEvent(event, &state);
   if (!status.ok()) return status;
-  live_events_[state->device] -= 1;
-  events_.erase(event);
+  if (state->outlives && state->queued > 0) {
+    state->destroyed = true;
+  } else {
+    live_events_[state->device] -= 1;
+    events_.erase(event);
+  }
   return {};
 }
 
@@ -233,14 +263,18 @@ Status Timeline::FindStream(void* handle, void* context, StreamState** found) {
 Status Timeline::FindEvent(void* event, EventState** found) {
   if (event == nullptr) return Fail(acl::kInvalidParam, "the event is null");
   auto at = events_.find(event);
-  if (at == events_.end()) return Fail(acl::kRtParamInvalid, "%p is no live event", event);
+  if (at == events_.end() || at->second.destroyed) {
+    return Fail(acl::kRtParamInvalid, "%p is no live event", event);
+  }
   *found = &at->second;
   return {};
 }
 
 Status Timeline::Submit(StreamState& stream, Operation operation) {
+  auto event = events_.find(operation.event);
+  if (event != events_.end()) event->second.queued += 1;
   if (within_calls_ > 0) operation.due = tick_ + 1 + generator_() % within_calls_;
-  stream.queue.push_back(operation);
+  stream.queue.push_back(std::move(operation));
   if (within_calls_ == 0) Drain(stream);
   return {};
 }
@@ -252,11 +286,23 @@ bool Timeline::MayRun(const Operation& operation) const {
 }
 
 void Timeline::RunFront(StreamState& stream) {
-  Operation operation = stream.queue.front();
-  if (!MayRun(operation)) RunUntilRecorded(operation.event, operation.ticket);
+  const Operation& front = stream.queue.front();
+  if (!MayRun(front)) RunUntilRecorded(front.event, front.ticket);
+  Operation operation = std::move(stream.queue.front());
   stream.queue.pop_front();
+  if (!operation.staged.empty()) operation.copy.src = operation.staged.data();
   Status status = Execute(operation);
+  Unqueue(operation);
   if (!status.ok()) Violate(stream, status);
+}
+
+void Timeline::Unqueue(const Operation& operation) {
+  auto event = events_.find(operation.event);
+  if (event == events_.end()) return;
+  event->second.queued -= 1;
+  if (event->second.queued > 0 || !event->second.destroyed) return;
+  live_events_[event->second.device] -= 1;
+  events_.erase(event);
 }
 
 void Timeline::RunUntilRecorded(void* event, uint64_t ticket) {
@@ -277,6 +323,7 @@ void Timeline::Discard(StreamState& stream) {
     if (operation.kind == Operation::Kind::kRecord && event != events_.end()) {
       event->second.pending.erase(operation.ticket);
     }
+    Unqueue(operation);
   }
   stream.queue.clear();
 }
@@ -293,7 +340,10 @@ Status Timeline::Execute(const Operation& operation) {
     return Fail(acl::kRtParamInvalid, "queued event operation: event %p was destroyed meanwhile",
                 operation.event);
   }
-  if (operation.kind == Operation::Kind::kRecord) event->second.pending.erase(operation.ticket);
+  if (operation.kind == Operation::Kind::kRecord) {
+    event->second.pending.erase(operation.ticket);
+    event->second.at = std::chrono::steady_clock::now();
+  }
   if (operation.kind == Operation::Kind::kReset)
     event->second.reset = std::max(event->second.reset, operation.ticket);
   return {};

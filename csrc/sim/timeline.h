@@ -13,6 +13,7 @@
 // Not thread-safe: the State's mutex guards it.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -28,6 +29,7 @@ struct Operation {
   enum class Kind { kCopy, kFill, kRecord, kWait, kReset };
   Kind kind;
   Copy copy{};
+  std::string staged{};  // what a copy of kind kHostBufToDevice read when it was submitted; else empty
   Fill fill{};
   void* event = nullptr;
   uint64_t ticket = 0;  // which record of the event: the n-th
@@ -44,9 +46,13 @@ struct StreamState {
 
 struct EventState {
   int32_t device;
-  uint64_t recorded = 0;              // records submitted
-  uint64_t reset = 0;                 // records up to here no longer count
-  std::map<uint64_t, void*> pending;  // records still queued: ticket to stream
+  bool outlives;           // made by aclrtCreateEventExWithFlag: destroyed when what is queued on it has run
+  bool destroyed = false;  // no call finds it any more; gone when `queued` is 0
+  uint64_t queued = 0;     // operations on it that are queued
+  uint64_t recorded = 0;   // records submitted
+  uint64_t reset = 0;      // records up to here no longer count
+  std::chrono::steady_clock::time_point at{};  // when the last record that has run ran
+  std::map<uint64_t, void*> pending{};         // records still queued: ticket to stream
 };
 
 class Timeline {
@@ -57,8 +63,9 @@ class Timeline {
   std::vector<std::string> violations;
 
   void RunLate(uint64_t seed, uint32_t within_calls);
-  void RunPromptly();  // runs what is queued first
-  void Tick();         // one API call was made
+  void RunPromptly();              // runs what is queued first
+  void Tick();                     // one API call was made
+  Status RunStream(void* stream);  // all that is queued on it, whoever's it is
 
   void* CreateStream(void* context, int32_t device, bool is_default);
   Status DestroyStream(void* stream, void* context, bool force);
@@ -76,8 +83,11 @@ class Timeline {
   Status QueryStream(void* stream, void* context, bool* idle);
   Status QueryEvent(void* event, bool* complete);
 
-  Status CreateEvent(int32_t device, void** event);
-  Status DestroyEvent(void* event);
+  // Between the last records of two events, by the host's clock.
+  Status ElapsedTime(void* start, void* end, float* milliseconds);
+
+  Status CreateEvent(int32_t device, bool outlives, void** event);
+  Status DestroyEvent(void* event);  // one that outlives: when what is queued on it has run
   void DestroyEventsOf(int32_t device);
 
   uint64_t CountStreams(int32_t device) const;  // without default streams
@@ -88,6 +98,7 @@ class Timeline {
   Status FindEvent(void* event, EventState** found);
   Status Submit(StreamState& stream, Operation operation);
   bool MayRun(const Operation& operation) const;
+  void Unqueue(const Operation& operation);  // one operation on its event less is queued
   void RunFront(StreamState& stream);
   void RunUntilRecorded(void* event, uint64_t ticket);
   void Drain(StreamState& stream);

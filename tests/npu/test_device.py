@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import subprocess
@@ -12,6 +13,7 @@ import torch
 
 import npu_prompt_cache as npc
 from npu_prompt_cache import _core, sim
+from npu_prompt_cache.attention import npu
 
 LAYOUT = npc.KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float16)
 
@@ -98,6 +100,22 @@ def test_insert_takes_tensors_on_the_device_by_one_copy() -> None:
     assert cache.stats().copies == {"H2H": 0, "H2D": 0, "D2H": 0, "D2D": 4}
     with pytest.raises(ValueError, match="device\\(type='cpu'\\)"):
         cache.insert([9, 9], [tuple(torch.zeros(2, 2, 16).half() for _ in "KV") for _ in range(2)])
+    cache.close()
+
+
+def test_insert_comes_after_the_copies_that_its_tensors_still_wait_for() -> None:
+    cache = make_cache()
+    host = torch.randn(2, 2, 100, 2, 16).half().pin_memory()
+    kv = torch.zeros(2, 2, 100, 2, 16, dtype=torch.float16, device="npu:0")
+    torch.npu.synchronize()
+    with sim.late_streams(seed=1, within_calls=10_000):
+        kv.copy_(host, non_blocking=True)
+        cache.insert([1] * 100, [(keys, values) for keys, values in kv])
+    torch.npu.synchronize()
+    first = int(cache.lookup([1] * 100).block_table[0]) * 128
+    for layer in range(2):
+        assert torch.equal(flat(cache.key(layer))[first : first + 100].cpu(), host[layer, 0])
+        assert torch.equal(flat(cache.value(layer))[first : first + 100].cpu(), host[layer, 1])
     cache.close()
 
 
@@ -192,6 +210,30 @@ def test_torchs_queue_is_handed_on_before_the_caches_copies(monkeypatch: pytest.
             copied = flat(cache.key(0))[torch.from_numpy(lease.slots(0, 100)).to("npu:0")]
             assert lease.cached_tokens == 100
             assert copied.eq(3).all().item()
+    cache.close()
+
+
+def test_torchs_queue_is_handed_on_before_every_copy_and_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue's own thread cannot be held up from here, so that a fence too early is a matter of luck: count."""
+    cache = make_cache()
+    kv = [tuple(torch.zeros(1, 2, 16, dtype=torch.float16, device="npu:0") for _ in "KV") for _ in range(2)]
+    handed_on = []
+    real = npu.current_stream
+    monkeypatch.setattr(npu, "current_stream", lambda device: handed_on.append(device) or real(device))
+    lease = cache.acquire([1, 2, 3])
+    assert handed_on == [0]
+    lease.commit([1, 2, 3])
+    assert handed_on == [0] * 2
+    lease.release()
+    assert handed_on == [0] * 3
+    with cache.acquire([1, 2, 4]):
+        assert handed_on == [0] * 4
+    assert handed_on == [0] * 5
+    cache.acquire([1, 2, 5])  # nobody keeps it
+    gc.collect()
+    assert handed_on == [0] * 7
+    cache.insert([9], kv)
+    assert handed_on == [0] * 8
     cache.close()
 
 

@@ -153,6 +153,22 @@ def test_decoding_waits_no_more_often_than_without_a_cache(twins) -> None:
         assert with_ours[1][name] - with_ours[0][name] == without[1][name] - without[0][name], name
 
 
+def test_a_request_that_goes_on_in_another_stream_waits_and_is_waited_for(twins) -> None:
+    plain, cached, _ = twins
+    prompt, more = tokens(140, seed=6).to("npu:0"), tokens(3, seed=7).to("npu:0")
+    with torch.no_grad():
+        wanted = plain(join(prompt, more), logits_to_keep=3).logits
+        past = cached(prompt).cache
+        sim.reset_counters()
+        cached(more[:, :1], cache=past)
+        assert sim.counters().calls["aclrtStreamWaitEvent"] == 0
+        with torch.npu.stream(torch.npu.Stream()):
+            found = cached(more[:, 1:], cache=past).logits
+        assert sim.counters().calls["aclrtStreamWaitEvent"] == 2  # it for the stream before, that one for it
+        torch.npu.synchronize()
+    torch.testing.assert_close(found, wanted[:, 1:], rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
