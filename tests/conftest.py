@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from layouts import small_layout
 
 import npu_prompt_cache as npc
 from npu_prompt_cache import sim
@@ -54,13 +55,3 @@ def make_cache() -> Iterator[Callable[..., npc.PromptCache]]:
             assert cache.stats().pinned_entries == 0
             cache.close()
     made.clear()  # pytest keeps the fixture's value, and so this list, until after the other fixtures' ends
-
-
-def small_layout(block_size: int = 16, **changes: object) -> npc.KVLayout:
-    """Two layers, 64 bytes of K a token: a block of 16 tokens takes 4 KiB in all planes."""
-    options = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float16}
-    return npc.KVLayout(**{**options, "block_size": block_size, **changes})  # type: ignore[arg-type]
-
-
-def blocks_of(cache: npc.PromptCache, count: int) -> int:
-    return count * cache.layout.block_bytes

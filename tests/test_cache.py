@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import small_layout
+from layouts import small_layout
 
 import npu_prompt_cache as npc
 

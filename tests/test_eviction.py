@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import blocks_of, small_layout
+from layouts import blocks_of, small_layout
 
 import npu_prompt_cache as npc
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import small_layout
+from layouts import small_layout
 
 import npu_prompt_cache as npc
 from npu_prompt_cache import sim

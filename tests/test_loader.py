@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import small_layout
+from layouts import small_layout
 
 import npu_prompt_cache as npc
 from npu_prompt_cache import sim

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from conftest import blocks_of, small_layout
+from layouts import blocks_of, small_layout
 
 from npu_prompt_cache import sim
 

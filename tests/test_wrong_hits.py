@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_layout
+from layouts import small_layout
 
 import npu_prompt_cache as npc
 from npu_prompt_cache import _core, sim
