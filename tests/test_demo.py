@@ -271,7 +271,7 @@ def test_json_has_every_figure(result):
     assert figures["format"] == 1
     assert figures["ok"] is True
     assert figures["model"] == "tiny"
-    assert figures["settings"] == {"customers": 2, "turns": 2, "new_tokens": 5, "max_gb": 0.05}
+    assert figures["settings"] == {"customers": 2, "turns": 2, "new_tokens": 5, "max_gb": 0.05, "device": "cpu"}
     assert len(figures["requests"]) == 4
     for request in figures["requests"]:
         assert request["cached_tokens"] + request["computed_tokens"] == request["prompt_tokens"]
