@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from npu_prompt_cache.attention.npu import QueuedStream
     from npu_prompt_cache.integrations.transformers import Attachment, PagedCache
 
 #: Token ids, 0 ... 2**31 - 1, one sequence. A list, a tuple, an integer array or a 1-D torch tensor.
@@ -122,11 +123,11 @@ class Lease:
     Every method raises `LeaseReleased` after the release and `CacheClosed` after the cache's close.
     """
 
-    __slots__ = ("_core", "_hand_on", "cached_tokens")
+    __slots__ = ("_core", "_stream", "cached_tokens")
 
-    def __init__(self, core: _core.Lease, hand_on: Callable[[], int]) -> None:
+    def __init__(self, core: _core.Lease, stream: QueuedStream | None) -> None:
         self._core = core
-        self._hand_on = hand_on  # commit and release fence what torch was asked for before them
+        self._stream = stream  # commit and release fence what torch was asked for there; None on the CPU
         #: Tokens of the prompt that were found: compute the others.
         self.cached_tokens: int = core.cached_tokens
 
@@ -166,15 +167,21 @@ class Lease:
         self._hand_on()
         return self._core.commit(ids)
 
+    def _hand_on(self) -> None:
+        if self._stream is not None:
+            self._stream.hand_on()
+
     def release(self) -> None:
         """Ends the lease. What it did not commit is lost.
 
         Raises:
             LeaseReleased: it was released before.
         """
-        if not self._core.released:  # raises in a forked child, where nothing can be handed on
-            self._hand_on()
-        self._core.release()
+        try:
+            if not self._core.released:  # raises in a forked child, where nothing can be handed on
+                self._hand_on()
+        finally:
+            self._core.release()
 
     @property
     def released(self) -> bool:
@@ -185,8 +192,13 @@ class Lease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if not self._core.released:
+        if self._core.released:
+            return
+        try:
             self.release()
+        except Exception:
+            if error is None:  # else the body's own error says more
+                raise
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # The core releases a lease that nobody holds any more, but knows nothing of torch's queue. At the
@@ -250,6 +262,7 @@ class PromptCache:
         self.config = CacheConfig.resolve(device, max_gb, pool_bytes, watermark_bytes, acl_lib)
         if acl_lib is None and self.config.device_type == "cpu":
             acl_lib = sim.library_path()
+        self._current_stream()  # torch has a device of its own in this thread before the runtime is given ours
         self._core = _core.PromptCache(
             acl_lib=acl_lib or "",
             device=self.config.device_index,
@@ -374,19 +387,17 @@ class PromptCache:
 
     def _acquire(self, root: bytes, token_ids: TokenIds, limit: int | None, stream: int | None) -> Lease:
         ids = _ids(token_ids)
-        current = self._hand_on()
-        return Lease(self._core.acquire(root, ids, limit, stream or current), self._hand_on)
+        current = self._current_stream()
+        handle = current.hand_on() if current is not None else 0
+        return Lease(self._core.acquire(root, ids, limit, stream or handle), current)
 
-    def _hand_on(self) -> int:
-        """Hands on to the runtime what torch was asked for: what the cache enqueues comes after it.
-
-        Returns the handle of torch's current stream; 0, for the cache's own, where torch computes on the CPU.
-        """
+    def _current_stream(self) -> QueuedStream | None:
+        """Torch's on the NPU; None, for the cache's own, where torch computes on the CPU or knows of no NPU."""
         if self.config.device_type == "cpu" or "torch_npu" not in sys.modules:
-            return 0
-        from npu_prompt_cache.attention import npu
+            return None
+        from npu_prompt_cache.attention.npu import QueuedStream
 
-        return npu.current_stream(self.config.device_index)
+        return QueuedStream(self.config.device_index)
 
     def insert(
         self,
@@ -415,8 +426,9 @@ class PromptCache:
         addresses = self._source_addresses(kv, len(ids))
         # On the CPU the tensors are host memory: the runtime is told so, and counts a copy host to device.
         kind = _H2D if self.config.device_type == "cpu" else _D2D
-        current = self._hand_on()
-        return self._core.insert(self._root(salt), ids, addresses, kind, stream or current)
+        current = self._current_stream()
+        handle = current.hand_on() if current is not None else 0
+        return self._core.insert(self._root(salt), ids, addresses, kind, stream or handle)
 
     def key(self, layer: int) -> torch.Tensor:
         """K of a layer over the pool, no copy: ``[blocks, block_size, num_kv_heads, head_dim]``.

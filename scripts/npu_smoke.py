@@ -1,11 +1,12 @@
-"""Everything that this project claims about an NPU, tried on yours, in one command and one report.
+"""The main claims of this project about an NPU, tried on yours, in one command and one report.
 
     python scripts/npu_smoke.py
     python scripts/npu_smoke.py --device npu:1 --output report.md
 
 Loads the runtime, allocates the pool, wraps its planes as torch tensors, writes and reads them, runs paged attention
-against a float64 reference, runs a small random model without and with the cache, and times the first token. Prints a
-report in Markdown that can be pasted into an issue. The exit status is 0 only if every check holds.
+against a float64 reference, runs a small random model without and with the cache in each dtype, and times the first
+token. Prints a report in Markdown that can be pasted into an issue. The exit status is 0 only if every check holds.
+Streams, fences and several devices are left to the tests.
 
 Needs torch-npu and transformers, no download. Without an NPU: `python -m npu_prompt_cache.sim run -- python
 scripts/npu_smoke.py`; its times are the CPU's then.
@@ -219,7 +220,7 @@ def small_model(dtype: torch.dtype, device: torch.device) -> tuple[torch.nn.Modu
         head_dim=128,
         max_position_embeddings=4096,
         eos_token_id=None,
-        initializer_range=0.1,  # logits far enough apart for greedy tokens to be the same under any rounding
+        initializer_range=0.02,
     )
     model = LlamaForCausalLM(config).eval()
     exact = LlamaForCausalLM(config).eval()
@@ -239,9 +240,14 @@ def check_model(dtype: torch.dtype, device: torch.device, report: Report) -> Non
         try:
             outcomes = [model(prompt, logits_to_keep=4).logits.float().cpu() for _ in ("cold", "hit")]
             rounding = (plain - wanted).abs().max().item()
+            largest = wanted.abs().max().item()
+            require(rounding <= 0.1 * largest, f"uncached logits of up to {largest:.3g} are off by {rounding:.3g}")
             for name, logits in zip(("cold", "hit"), outcomes, strict=True):
                 worst = (logits - wanted).abs().max().item()
-                require(worst <= 2 * rounding, f"{name} logits differ by {worst:.3g}, uncached ones by {rounding:.3g}")
+                require(
+                    worst <= 2 * rounding + 1e-3,
+                    f"{name} logits differ by {worst:.3g}, uncached ones by {rounding:.3g}",
+                )
             require(cache.stats().hit_tokens > 0, "nothing was hit")
             check_tokens(exact, tokens, generate(model, prompt, 16), 2 * rounding)
             if dtype is DTYPES[-1]:
@@ -327,6 +333,7 @@ def main() -> int:
         import torch_npu  # noqa: F401
 
         device = torch.device(arguments.device)
+        torch.npu.set_device(device)  # type: ignore[attr-defined]
         gather_facts(device, report)
 
     report.check("torch_npu and the runtime load", load)
@@ -336,6 +343,7 @@ def main() -> int:
             for heads, kv_heads, head_dim in SHAPES:
                 what = f"paged attention, {heads} heads of {head_dim} over {kv_heads}, {str(dtype)[6:]}"
                 report.check(what, lambda s=(heads, kv_heads, head_dim), d=dtype: check_attention(device, *s, d))
+        for dtype in (*DTYPES, torch.float32):
             report.check(f"a small model, {str(dtype)[6:]}", lambda d=dtype: check_model(d, device, report))
     text = report.markdown()
     print(text, end="")

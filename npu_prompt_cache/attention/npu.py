@@ -3,8 +3,8 @@
 The only module that imports torch_npu. Facts about operators are from their op-plugin pages, products A2 and A3.
 
 Streams: work is enqueued on torch's current stream. torch_npu keeps a queue of its own in front of the device's
-streams; `current_stream` waits until that queue has been handed on, so that what is enqueued through the runtime
-itself (the cache's copies and events) comes after what torch was asked for before.
+streams; `QueuedStream` hands it on, so that what is enqueued through the runtime itself (the cache's copies and events)
+comes after what torch was asked for before.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Side of the mask that ``sparse_mode=3`` takes, whatever the lengths are.
 _MASK_SIDE = 2048
+#: Of a call, with packed layouts.
+_MAX_SEQUENCES = 4096
 #: Right-down causal: the last query sees the last key, whatever the lengths are.
 _RIGHT_DOWN_CAUSAL = 3
 
@@ -67,6 +69,12 @@ _RULES = (
         None,
         "",
         "fused attention over pages takes blocks of 128, 256, 384 or 512 tokens: set block_size",
+    ),
+    _Rule(
+        lambda kv, heads: heads > 256,
+        None,
+        "",
+        "fused attention takes at most 256 query heads",
     ),
     _Rule(
         lambda kv, heads: heads // kv.num_kv_heads > 64,
@@ -113,9 +121,18 @@ def route(layout: KVLayout, num_heads: int) -> Route:
     return Route(rule.op, rule.layout, rule.reason)
 
 
-def current_stream(device_index: int) -> int:
-    """Runtime handle of torch's current stream on a device, all that torch was asked for handed on to the runtime."""
-    return torch.npu.current_stream(device_index).npu_stream  # type: ignore[no-any-return, attr-defined]
+class QueuedStream:
+    """Torch's current stream of a device, as it was when this was made, and torch_npu's queue in front of it."""
+
+    def __init__(self, device_index: int) -> None:
+        self._device_index = device_index
+        self._stream = torch.npu.current_stream(device_index)  # type: ignore[attr-defined]
+
+    def hand_on(self) -> int:
+        """Waits until the runtime has all that torch was asked for on this stream. Returns the runtime's handle."""
+        # Of several devices, only the current one's queue is handed on.
+        with torch.npu.device(self._device_index):  # type: ignore[attr-defined]
+            return self._stream.npu_stream  # type: ignore[no-any-return]
 
 
 def paged_attention(layout: KVLayout, num_heads: int, device: torch.device) -> PagedAttention | SdpaAttention:
@@ -135,6 +152,12 @@ class _OnStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.npu.current_stream(device)  # type: ignore[attr-defined]
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        """int32, of that stream's memory: another one may use it in `in_order` only, and so is waited for."""
+        # No inference tensor: the next forward may be outside inference_mode, and writes to it.
+        with torch.inference_mode(False), torch.npu.stream(self._stream):  # type: ignore[attr-defined]
+            return torch.empty(*shape, dtype=torch.int32, device=self._device)
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -183,8 +206,8 @@ class PagedAttention(_OnStream):
         self._layout = layout
         self._num_heads = num_heads
         self._table_on_host = np.zeros((0, 0), np.int32)
-        self._table = torch.empty(0, 0, dtype=torch.int32, device=device)
-        self._slots = torch.empty(0, dtype=torch.int32, device=device)
+        self._table = self._empty(0, 0)
+        self._slots = self._empty(0)
 
     def batch(self, sequences: list[Sequence], slots: npt.NDArray[np.int64]) -> PagedBatch:
         """A packed batch; the tables hold it until the next one.
@@ -194,7 +217,7 @@ class PagedAttention(_OnStream):
             slots: int64 ``[tokens]``: the slot of each new token, ``block * block_size + offset``.
         """
         if len(slots) > len(self._slots):
-            self._slots = torch.empty(len(slots), dtype=torch.int32, device=self._device)
+            self._slots = self._empty(len(slots))
         self._fill(self._slots[: len(slots)], slots.astype(np.int32))
         self._set_table(sequences)
         return PagedBatch(self, sequences, self._slots[: len(slots)], self._table)
@@ -204,7 +227,7 @@ class PagedAttention(_OnStream):
         needed = max(len(sequence.block_table) for sequence in sequences)
         if rows != len(sequences) or width < needed:
             rows, width = len(sequences), max(2 * width, needed + 1)
-            self._table = torch.empty(rows, width, dtype=torch.int32, device=self._device)
+            self._table = self._empty(rows, width)
             self._table_on_host = np.full((rows, width), -1, np.int32)
         table = np.zeros((rows, width), np.int32)  # block 0 is nobody's
         for row, sequence in zip(table, sequences, strict=True):
@@ -302,14 +325,14 @@ class PagedBatch:
     def _calls(self, block_count: int, block_size: int, is_packed: bool) -> Iterator[tuple[int, int]]:
         """Intervals of neighbouring sequences that one call takes.
 
-        The blocks of its sequences, those that they share counted for each, must not be more than the pool has; and
-        without packing all must have equally many new tokens.
+        The blocks of its sequences, those that they share counted for each, must not be more than the pool has; there
+        are at most 4096 sequences; and without packing all must have equally many new tokens.
         """
         first = blocks = 0
         for at, sequence in enumerate(self.sequences):
             own = -(-sequence.kv_length // block_size)
             fits = is_packed or sequence.tokens == self.sequences[first].tokens
-            if at > first and (blocks + own > block_count or not fits):
+            if at > first and (blocks + own > block_count or at - first == _MAX_SEQUENCES or not fits):
                 yield first, at
                 first, blocks = at, 0
             blocks += own
@@ -324,4 +347,6 @@ def _token_major(states: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _causal_mask(device: torch.device) -> torch.Tensor:
     """bool ``[2048, 2048]``: True above the diagonal, where nothing is seen."""
-    return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu_(1)
+    with torch.inference_mode(False):
+        mask = torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool).triu_(1)
+        return mask.to(device)  # done when this returns: any stream may read it

@@ -213,13 +213,30 @@ def test_torchs_queue_is_handed_on_before_the_caches_copies(monkeypatch: pytest.
     cache.close()
 
 
+def test_the_queue_of_a_device_that_is_not_current_is_handed_on_too() -> None:
+    cache = npc.PromptCache(LAYOUT, device="npu:1", pool_bytes=32 << 20)
+    host = torch.full((2, 2, 100, 2, 16), 3.0, dtype=torch.float16).pin_memory()
+    wrong = 0
+    for _ in range(300):
+        cache.clear()
+        kv = torch.zeros(2, 2, 100, 2, 16, dtype=torch.float16, device="npu:1")
+        kv.copy_(host, non_blocking=True)
+        cache.insert([1] * 100, [(keys, values) for keys, values in kv])
+        torch.npu.synchronize("npu:1")
+        first = int(cache.lookup([1] * 100).block_table[0]) * 128
+        wrong += not flat(cache.value(1))[first : first + 100].eq(3).all().item()
+    assert wrong == 0
+    assert torch.npu.current_device() == 0
+    cache.close()
+
+
 def test_torchs_queue_is_handed_on_before_every_copy_and_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue's own thread cannot be held up from here, so that a fence too early is a matter of luck: count."""
     cache = make_cache()
     kv = [tuple(torch.zeros(1, 2, 16, dtype=torch.float16, device="npu:0") for _ in "KV") for _ in range(2)]
     handed_on = []
-    real = npu.current_stream
-    monkeypatch.setattr(npu, "current_stream", lambda device: handed_on.append(device) or real(device))
+    real = npu.QueuedStream.hand_on
+    monkeypatch.setattr(npu.QueuedStream, "hand_on", lambda stream: handed_on.append(0) or real(stream))
     lease = cache.acquire([1, 2, 3])
     assert handed_on == [0]
     lease.commit([1, 2, 3])
@@ -234,6 +251,25 @@ def test_torchs_queue_is_handed_on_before_every_copy_and_fence(monkeypatch: pyte
     assert handed_on == [0] * 7
     cache.insert([9], kv)
     assert handed_on == [0] * 8
+    cache.close()
+
+
+def test_a_lease_is_given_back_whatever_torch_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache()
+
+    def fail(stream: npu.QueuedStream) -> int:
+        raise RuntimeError("an asynchronous error of the device")
+
+    lease, other = cache.acquire([1, 2, 3]), cache.acquire([4, 5])
+    with monkeypatch.context() as patch:
+        patch.setattr(npu.QueuedStream, "hand_on", fail)
+        with pytest.raises(RuntimeError, match="asynchronous"):
+            lease.release()
+        with pytest.raises(KeyError, match="the body's own"), other:
+            raise KeyError("the body's own")
+    assert lease.released
+    assert other.released
+    assert cache.stats().leases == 0
     cache.close()
 
 

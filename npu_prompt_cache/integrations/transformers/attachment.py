@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
@@ -304,11 +307,31 @@ def attach(cache: PromptCache, model: PreTrainedModel) -> Attachment:
 
 
 def generates_by_the_book(model: PreTrainedModel) -> bool:
-    """True where transformers itself makes the arguments of every forward of generate(), and nothing alters them."""
-    return not model._forward_pre_hooks and all(
-        name not in model.__dict__ and getattr(type(model), name).__module__.startswith("transformers.")
-        for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+    """True where transformers' own code makes the arguments of every forward of generate(), and nothing alters them.
+
+    Told by where the code is, not by its name: a wrapper may bear the name of what it wraps.
+    """
+    kind = type(model)
+    return (
+        isinstance(model.__dict__.get("forward"), _Method)  # nobody wrapped ours
+        and kind.__module__.startswith("transformers.models.")
+        and kind.__call__ is torch.nn.Module.__call__
+        and not model._forward_pre_hooks
+        and not torch.nn.modules.module._global_forward_pre_hooks
+        and all(
+            name not in model.__dict__ and _file_of(getattr(kind, name)).startswith(_TRANSFORMERS) for name in _LOOP
+        )
     )
+
+
+def _file_of(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    return "" if code is None else code.co_filename
+
+
+#: What makes the arguments of the forwards of greedy search and sampling.
+_LOOP = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+_TRANSFORMERS = f"{Path(transformers.__file__).parent}{os.sep}"
 
 
 def attachment_of(model: PreTrainedModel) -> Attachment:
@@ -333,4 +356,5 @@ _attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
 @functools.cache
 def _no_mask(device: torch.device) -> torch.Tensor:
     """A mask that is 4-D already passes the models' mask functions as it is: the batch knows what attends to what."""
-    return torch.empty(1, 1, 0, 0, device=device)
+    with torch.inference_mode(False):
+        return torch.empty(1, 1, 0, 0, device=device)

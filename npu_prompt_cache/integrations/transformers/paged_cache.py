@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -245,9 +245,10 @@ class PagedCache(DynamicCache):
         with self.lock:
             leases, self._leases = self._leases, []
             self._given_back = self._dense is None and not self.is_empty
-            for lease in leases:
-                if not lease.released:
-                    lease.release()
+            with ExitStack() as releases:  # all of them, whatever one raises
+                for lease in leases:
+                    if not lease.released:
+                        releases.callback(lease.release)
 
     def leave_pool(self) -> None:
         """Becomes dense because the pool is about to go; not in the middle of a forward, which needs it."""
