@@ -132,6 +132,15 @@ def test_a_run_inside_a_run_adds_what_it_asks_for(fake_npu: Path) -> None:
     assert found["NPU_PROMPT_CACHE_SIM_HBM_BYTES"] == str(2 << 30)
 
 
+def test_an_empty_entry_of_a_path_is_the_folder_it_was_in(fake_npu: Path, tmp_path: Path) -> None:
+    show = program("import os; print(os.environ['PYTHONPATH'], os.environ['LD_LIBRARY_PATH'])")
+    paths = {"PYTHONPATH": f"{fake_npu}::/a", "LD_LIBRARY_PATH": "/b:"}
+    done = python("-m", "npu_prompt_cache.sim", "run", *show, cwd=tmp_path, **paths)
+    assert done.stdout == f"{SITE}:{fake_npu}:{tmp_path}:/a {LIB}:/b:{tmp_path}\n", done.stderr
+    empty = environment_under_run(fake_npu, LD_LIBRARY_PATH="")
+    assert empty["LD_LIBRARY_PATH"] == str(LIB)
+
+
 def test_our_libraries_are_found_before_a_real_runtime(fake_npu: Path, tmp_path: Path) -> None:
     cann = tmp_path / "cann"
     cann.mkdir()
@@ -219,6 +228,16 @@ def test_without_torch_npu_it_says_how_to_install_it(arguments: list[str]) -> No
     assert (done.returncode, done.stdout) == (1, "")
     assert "pip install --no-deps --target DIR torch-npu==2.13.0" in done.stderr
     assert "PYTHONPATH=DIR" in done.stderr
+
+
+def test_a_torch_npu_in_the_current_folder_is_not_on_the_programs_path(fake_npu: Path) -> None:
+    command = ["-m", "npu_prompt_cache.sim", "run", *program("print('ran')")]
+    done = python(*command, cwd=fake_npu)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no torch_npu on the path" in done.stderr
+    for path in (":", str(fake_npu), f"{fake_npu}:"):
+        done = python(*command, cwd=fake_npu, PYTHONPATH=path)
+        assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -312,6 +331,42 @@ def test_a_bad_variable_is_named_by_torch_npus_error(real_npu: Path) -> None:
     done = run(real_npu, *program(COPY), NPU_PROMPT_CACHE_SIM_DEVICES="many")
     assert done.returncode == 1
     assert "NPU_PROMPT_CACHE_SIM_DEVICES='many' is no whole number in [1, 1024]" in done.stdout + done.stderr
+
+
+# The library alone: it needs no torch_npu.
+COUNT = """
+    import ctypes
+    acl = ctypes.CDLL("libascendcl.so")
+    acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    count = ctypes.c_uint32()
+    code = acl.aclrtGetDeviceCount(ctypes.byref(count))
+    print(count.value if code == 0 else (code, acl.aclGetRecentErrMsg().decode()))
+"""
+
+
+@pytest.mark.parametrize(("value", "count"), [("", 4), ("0,1", 2), ("3", 1), ("2,0,1", 3), ("0,1,2,3", 4)])
+def test_a_program_sees_the_visible_devices(fake_npu: Path, value: str, count: int) -> None:
+    done = run(fake_npu, "--devices", "4", *program(COUNT), ASCEND_RT_VISIBLE_DEVICES=value)
+    assert (done.returncode, done.stdout) == (0, f"{count}\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "value", ["4", "0,4", "-1", "0,", ",0", "0,,1", "0;1", "0 1", "0, 1", "all", "1,1", "99999999999999999999"]
+)
+def test_visible_devices_that_cannot_be_are_named(fake_npu: Path, value: str) -> None:
+    done = run(fake_npu, "--devices", "4", *program(COUNT), ASCEND_RT_VISIBLE_DEVICES=value)
+    assert done.stdout.startswith("(100000, ")
+    assert f"ASCEND_RT_VISIBLE_DEVICES='{value}' is no list of different devices in [0, 3]" in done.stdout
+
+
+@needs_torch_npu
+def test_torch_npu_sees_the_visible_devices(real_npu: Path) -> None:
+    code = "import torch; print(torch.npu.device_count(), torch.ones(2, device='npu:1').device)"
+    done = run(real_npu, "--devices", "4", *program(code), ASCEND_RT_VISIBLE_DEVICES="3,1")
+    assert (done.returncode, done.stdout) == (0, "2 npu:1\n"), done.stderr
+    active = "from npu_prompt_cache import sim; sim.activate(devices=4); " + code
+    done = python("-c", active, PYTHONPATH=str(real_npu), ASCEND_RT_VISIBLE_DEVICES="3,1")
+    assert (done.returncode, done.stdout) == (0, "2 npu:1\n"), done.stderr
 
 
 @needs_torch_npu

@@ -15,6 +15,8 @@
 //     NPU_PROMPT_CACHE_SIM_HBM_BYTES     bytes of HBM of each, at least 1 (default 16 GiB)
 //     NPU_PROMPT_CACHE_SIM_MAX_EVENTS    live events a device (default 65535)
 //     NPU_PROMPT_CACHE_SIM_LATE_STREAMS  seed: as npcSimLateStreams(seed, 8)
+//     ASCEND_RT_VISIBLE_DEVICES          of those devices, the ones the program sees, such as 0,1; it counts
+//                                        them from 0. npcSimSetConfig sets how many it sees.
 //
 // Where the simulator is stricter than the runtime, so that what happens to work there fails here:
 //   - handles and addresses are never reused, so a stale one is always found out

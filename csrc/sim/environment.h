@@ -9,7 +9,7 @@
 namespace npc::sim {
 
 struct EnvironmentMachine {
-  size_t devices = 1;
+  size_t devices = 1;                   // that the program sees
   size_t hbm_bytes = size_t{16} << 30;  // of each device
   uint32_t max_events = 65535;          // a device
   bool late = false;

@@ -48,17 +48,19 @@ def activate(*, devices: int | None = None, hbm_gb: float | None = None, late_st
     foreign = [path for path in _loaded(_SONAME) if path.parent != folder]
     if foreign:
         raise RuntimeError(f"{foreign[0]} is loaded already: one process has one Ascend runtime")
-    # The shells first of all, by their paths: whoever wants one of those names from now on gets it.
-    for library in sorted(folder.glob("*.so")):
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    machine.configure(device_count=wanted.devices, hbm_bytes=wanted.hbm_bytes)
-    if late_streams is not None:
-        machine.late_streams(late_streams)
-    hook.install()
     inherited = environment.merged(os.environ, wanted)
     for name in set(os.environ) - set(inherited):
         del os.environ[name]
     os.environ.update(inherited)
+    read_already = bool(_loaded(Path(machine.library_path()).name))
+    # The shells, by their paths: whoever wants one of those names from now on gets it. They read the environment.
+    for library in sorted(folder.glob("*.so")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    if read_already:
+        machine.configure(device_count=wanted.devices, hbm_bytes=wanted.hbm_bytes)
+        if late_streams is not None:
+            machine.late_streams(late_streams)
+    hook.install()
 
 
 def _loaded(name: str) -> list[Path]:

@@ -106,7 +106,7 @@ def _environment(machine: environment.Machine) -> dict[str, str] | None:
     except FileNotFoundError as error:
         _complain(str(error))
         return None
-    if importlib.util.find_spec("torch_npu") is None:
+    if not _is_there("torch_npu"):
         _complain(
             f"no torch_npu on the path of {sys.executable}. Install it to a folder of its own (beside torch, it would "
             f"break `import torch` outside the simulator) and name that folder:\n"
@@ -115,6 +115,16 @@ def _environment(machine: environment.Machine) -> dict[str, str] | None:
         )
         return None
     return variables
+
+
+def _is_there(module: str) -> bool:
+    """Whether this interpreter finds a module, apart from the folder that it searches first for `python -m` alone."""
+    own = [] if getattr(sys.flags, "safe_path", False) else sys.path[:1]  # flag since Python 3.11
+    sys.path[: len(own)] = []
+    try:
+        return importlib.util.find_spec(module) is not None
+    finally:
+        sys.path[:0] = own
 
 
 def _complain(text: str) -> None:

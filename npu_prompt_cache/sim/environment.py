@@ -81,4 +81,6 @@ def merged(base: Mapping[str, str], machine: Machine) -> dict[str, str]:
 
 
 def _first(folder: str, path: str) -> str:
-    return os.pathsep.join([folder, *(entry for entry in path.split(os.pathsep) if entry and entry != folder)])
+    entries = path.split(os.pathsep) if path else []  # an empty entry of a path is the current folder
+    named = [entry or os.getcwd() for entry in entries]
+    return os.pathsep.join([folder, *(entry for entry in named if entry != folder)])

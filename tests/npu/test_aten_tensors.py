@@ -1,4 +1,4 @@
-"""Tensors on the simulated device: views, copies, indexing, random numbers, errors, autograd, threads, streams."""
+"""Tensors on the simulated device: views, copies, indexing, errors, autograd, threads, streams."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from npu_prompt_cache import sim
 from npu_prompt_cache.sim import ops
+from npu_prompt_cache.sim.ops.aliases import alias, view_of
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 
@@ -157,6 +157,14 @@ def test_small_dtypes_and_reinterpretation(x: Tensor) -> None:
         assert torch.zeros(3, dtype=dtype, device="npu").tolist() == [0, 0, 0]
 
 
+def test_what_begins_where_a_tensor_ends_is_no_view_of_it(x: Tensor) -> None:
+    last, past = (alias(x).as_strided((1,), (1,), alias(x).storage_offset() + at) for at in (23, 24))
+    assert view_of([x], last).data_ptr() == x[3, 5].data_ptr()
+    assert view_of([x], past[:0]).shape == (0,)
+    with pytest.raises(RuntimeError, match="none of its arguments"):
+        view_of([x], past)
+
+
 # ---- operators ----
 
 
@@ -212,6 +220,16 @@ def test_an_operator_that_is_not_served_names_itself_and_breaks_nothing(x: Tenso
     assert_same(x + 1, X + 1)
 
 
+def test_tensors_that_are_not_simulated_are_refused_by_the_operator_that_makes_them(x: Tensor) -> None:
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: x.to_sparse(), r"torch\.sparse_coo tensors are not simulated.*aten::_to_sparse"),
+        (lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), r"torch\.qint8 .*aten::quantize_per_tensor"),
+    ]
+    for call, named in refused:
+        with pytest.raises(NotImplementedError, match=named):
+            call()
+
+
 def test_tensors_on_two_kinds_of_device_are_refused(x: Tensor) -> None:
     refused: list[Callable[[], Any]] = [
         lambda: x + X,
@@ -260,61 +278,23 @@ def test_out_arguments_are_resized_cast_and_may_be_read() -> None:
         torch.add(X.npu(), 1.5, out=torch.empty(4, 6, device="npu", dtype=torch.int64))
 
 
-# ---- random numbers ----
-
-
-def test_a_seed_gives_the_numbers_of_the_cpu() -> None:
-    draws: list[Callable[[str, Any], Tensor]] = [
-        lambda device, g: torch.randn(5, generator=g, device=device),
-        lambda device, g: torch.randint(0, 99, (5,), generator=g, device=device),
-        lambda device, g: torch.randperm(9, generator=g, device=device),
-        lambda device, g: torch.empty(4, device=device).normal_(generator=g),
-        lambda device, g: torch.multinomial(torch.ones(3, 20, device=device), 5, generator=g),
-        lambda device, g: torch.empty(4, device=device).exponential_(generator=g),
+def test_an_out_argument_may_not_overlap_what_is_read_in_part(x: Tensor) -> None:
+    line, square = x.clone().view(-1), torch.zeros(4, 4, device="npu")
+    refused: list[Callable[[], Any]] = [
+        lambda: torch.add(line[1:], 1, out=line[:-1]),
+        lambda: torch.add(line[:-1], line[:-1], out=line[1:]),
+        lambda: torch.mul(square, 2, out=square.t()),
+        lambda: torch.max(line[:4], 0, out=(line[0], torch.empty((), dtype=torch.int64, device="npu"))),
     ]
-    mine, theirs = torch.Generator("npu").manual_seed(4), torch.Generator().manual_seed(4)
-    for _ in range(2):
-        for draw in draws:
-            assert_same(draw("npu", mine), draw("cpu", theirs))
-    torch.manual_seed(5)
-    expected = [draw("cpu", None) for draw in draws]
-    after = torch.get_rng_state()
-    for draw, value in zip(draws, expected, strict=True):
-        assert_same(draw("npu", None), value)
-    assert torch.equal(torch.get_rng_state(), after)  # the CPU's own sequence goes on undisturbed
-    with pytest.raises(RuntimeError, match="Expected a 'npu' device type for generator but found 'cpu'"):
-        torch.randn(3, device="npu").normal_(generator=theirs)
-
-
-def test_random_states_can_be_saved_and_restored(x: Tensor) -> None:
-    torch.npu.manual_seed(11)
-    torch.rand(3, device="npu")
-    state = torch.npu.get_rng_state()
-    first = [torch.rand(3, device="npu").tolist(), F.dropout(x).tolist()]
-    torch.npu.set_rng_state(state)
-    assert [torch.rand(3, device="npu").tolist(), F.dropout(x).tolist()] == first
-    torch.npu.set_rng_state(state)
-    F.scaled_dot_product_attention(x[None], x[None], x[None])  # draws nothing
-    assert torch.equal(torch.npu.get_rng_state(), state)
-    unknown = torch.tensor([5, *[0] * 7, 4, *[0] * 7], dtype=torch.uint8)  # of another process
-    found = []
-    for _ in range(2):
-        torch.npu.set_rng_state(unknown)
-        found.append(torch.rand(3, device="npu").tolist())
-    assert found[0] == found[1]
-
-
-def test_recomputing_draws_the_same_numbers(x: Tensor) -> None:
-    def block(value: Tensor) -> Tensor:
-        return F.dropout(value) * value
-
-    gradients = []
-    for run in (block, lambda value: checkpoint(block, value, use_reentrant=False)):
-        leaf = x.clone().requires_grad_()
-        torch.manual_seed(1)
-        run(leaf).sum().backward()
-        gradients.append(leaf.grad.tolist())
-    assert gradients[0] == gradients[1]
+    for call in refused:
+        with pytest.raises(RuntimeError, match="refer to a single memory location"):
+            call()
+    assert_same(line, X.view(-1))
+    assert_same(torch.add(line, 1, out=line), X.view(-1) + 1)
+    assert_same(torch.add(line[:12], 1, out=line[12:]), X.view(-1)[:12] + 1 + 1)
+    assert_same(torch.add(line[:0], 1, out=line[5:5]), X.view(-1)[:0])
+    with pytest.raises(RuntimeError, match="written-to tensor refers to a single memory location"):
+        torch.add(line[:4], 1, out=line[:1].expand(4))
 
 
 # ---- autograd ----

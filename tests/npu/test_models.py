@@ -56,8 +56,20 @@ def moved(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.to("npu") for name, value in inputs.items()}
 
 
+@pytest.fixture(autouse=True)
+def _draws_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draw of a token is seeded: on the device only the first numbers after seeding are the CPU's."""
+    draw = torch.multinomial
+
+    def seeded(*args: Any, **kwargs: Any) -> torch.Tensor:
+        torch.manual_seed(torch.initial_seed() + 1)  # of the CPU and of the device
+        return draw(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "multinomial", seeded)
+
+
 def generated(model: PreTrainedModel, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> list[list[int]]:
-    torch.manual_seed(5)  # of the CPU and of the device
+    torch.manual_seed(5)
     return model.generate(**inputs, max_new_tokens=8, **options).tolist()
 
 

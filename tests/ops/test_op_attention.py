@@ -684,6 +684,15 @@ def test_update_without_any_result_is_zero(generator):
     assert npu_attention_update(lse, [torch.zeros(3, 8)] * 2, 0)[1] is None
 
 
+def test_update_does_not_read_a_row_without_a_result(generator):
+    found, lse = torch.randn(3, 8, generator=generator), torch.randn(3, generator=generator)
+    unset = torch.full((3, 8), math.nan)
+    out, merged = npu_attention_update([lse, torch.full((3,), math.inf)], [found, unset], 1)
+    assert torch.equal(out, found)
+    assert torch.equal(merged, lse)
+    assert npu_attention_update([lse, lse], [found, unset], 0)[0].isnan().all()  # a result that is wrong is seen
+
+
 # --- Prompt and incremental attention ----------------------------------------------------------------------------
 
 

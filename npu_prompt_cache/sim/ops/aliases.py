@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["alias", "is_alias", "moved", "view_of"]
+__all__ = ["alias", "is_alias", "moved", "require_no_partial_overlap", "view_of"]
 
 _ADDRESS_SPACE_BYTES = 1 << 47  # of a process on x86-64 and AArch64 Linux
 _START = 4096  # the lowest address that can be mapped; a multiple of every element size
@@ -36,11 +36,10 @@ def alias(tensor: Tensor) -> Tensor:
     It requires no gradient, and keeps the npu tensor alive.
 
     Raises:
-        NotImplementedError: the dtype is quantized, or the address is not a multiple of the element size.
+        NotImplementedError: it is quantized or sparse, or the address is not a multiple of the element size.
     """
-    span = _spans.get(tensor.dtype)
-    if span is None:
-        raise NotImplementedError(f"npu_prompt_cache.sim: {tensor.dtype} tensors are not simulated")
+    _require_simulated(tensor)
+    span = _spans[tensor.dtype]
     address = tensor.data_ptr()  # 0 for a tensor without elements
     offset, rest = divmod(address - _START, tensor.itemsize) if address else (0, 0)
     if rest:
@@ -54,9 +53,17 @@ def alias(tensor: Tensor) -> Tensor:
     return found
 
 
+def _require_simulated(tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.dtype not in _spans:
+        what = tensor.layout if tensor.layout is not torch.strided else tensor.dtype
+        raise NotImplementedError(f"npu_prompt_cache.sim: {what} tensors are not simulated; use the CPU for them")
+
+
 def is_alias(tensor: Tensor) -> bool:
     """Whether a CPU tensor lies over device memory: an alias, or a view of one."""
-    return tensor.is_cpu and tensor.untyped_storage().data_ptr() == _START
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage().data_ptr() == _START
 
 
 def view_of(owners: Sequence[Tensor], found: Tensor) -> Tensor:
@@ -69,8 +76,8 @@ def view_of(owners: Sequence[Tensor], found: Tensor) -> Tensor:
         storage = owner.untyped_storage()
         offset_bytes = found.data_ptr() - storage.data_ptr()
         if found.numel() == 0:
-            offset_bytes = 0
-        if 0 <= offset_bytes <= storage.nbytes():
+            return _restored_bits(_strided(owner, found, 0), found)
+        if 0 <= offset_bytes < storage.nbytes():
             return _restored_bits(_strided(owner, found, offset_bytes), found)
     raise RuntimeError("npu_prompt_cache.sim: an operator returned memory of the device that is none of its arguments'")
 
@@ -97,7 +104,11 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     Args:
         tensor: any CPU tensor.
         device: an npu device.
+
+    Raises:
+        NotImplementedError: it is quantized or sparse.
     """
+    _require_simulated(tensor)
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -107,3 +118,44 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
             count = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         ctypes.memmove(made.data_ptr(), tensor.data_ptr(), count * tensor.itemsize)
     return made
+
+
+def require_no_partial_overlap(written: Tensor | Sequence[Tensor], read: Sequence[Tensor]) -> None:
+    """The rule of torch's CPU operators: what is written is what is read, or lies apart from it.
+
+    As there, tensors with gaps are not looked at.
+
+    Raises:
+        RuntimeError: a written tensor shares some of its elements with a read one, or all of them in another order.
+    """
+    for one in [written] if isinstance(written, Tensor) else written:
+        for other in read:
+            if one is not other and _overlap_in_part(one, other):
+                raise RuntimeError(
+                    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a "
+                    "single memory location. Please clone() the tensor before performing the operation."
+                )
+
+
+def _overlap_in_part(one: Tensor, other: Tensor) -> bool:
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    if one.numel() == 0 or other.numel() == 0:
+        return False
+    if not (_is_dense(one) and _is_dense(other)):
+        return False
+    start, other_start = one.data_ptr(), other.data_ptr()
+    if start == other_start and one.nbytes == other.nbytes:
+        return one.stride() != other.stride()
+    return start < other_start + other.nbytes and other_start < start + one.nbytes
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, each at a place of its own."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True

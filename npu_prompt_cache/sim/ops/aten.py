@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from npu_prompt_cache.sim.ops.copies import Copy
 from npu_prompt_cache.sim.ops.kernels import Kernel, Parameters
-from npu_prompt_cache.sim.ops.overrides import COMPUTE, attention_with_gradient, filling_out
+from npu_prompt_cache.sim.ops.overrides import COMPUTE, DRAWING, filling_out
 from npu_prompt_cache.sim.ops.registry import guards, references
 from npu_prompt_cache.sim.ops.special_kernels import make_kernel
 
@@ -72,8 +72,18 @@ _DECOMPOSED = {"aten::_foreach_copy_", "aten::resize_as_"}
 
 # Served although torch_npu has no kernel of them: composites of torch call them on npu tensors.
 _ADDED = {
+    "aten::_thnn_fused_gru_cell_backward",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+}
+
+# Composites that draw random numbers where this argument, by name, is not 0, and so must then see npu tensors: what
+# they call draws from an npu generator. On CPU tensors they would draw from the CPU's.
+_DROPPING = {
+    "aten::gru.input": "dropout",
+    "aten::lstm.data": "dropout",
+    "aten::lstm.input": "dropout",
+    "aten::scaled_dot_product_attention": "dropout_p",
 }
 
 _NAMESPACES = ("aten", "atb", "npu")  # torch_npu's collectives and the like are left as they are
@@ -106,7 +116,9 @@ def install() -> None:
     for name in _operators("PrivateUse1"):
         kind, kernel = _choose(name)
         _served[name] = kind
-        if kernel is not None:
+        if kernel is not None and name in _DROPPING:
+            _register(name, _dropping(name, kernel), "PrivateUse1", with_keys=True)
+        elif kernel is not None:
             _register(name, kernel, "PrivateUse1")
     for name in _DECOMPOSED:
         _register(name, _upstream(name, "CPU"), "PrivateUse1", with_keys=True)
@@ -146,8 +158,9 @@ def _choose(name: str) -> tuple[str, Callable[..., Any] | None]:
     compute = _reference(name)
     if compute is not None:
         return "reference", _kernel(name, compute)
-    if name in COMPUTE or (name.startswith("aten::") and any(_has(name, key) for key in _UPSTREAM_KEYS)):
-        return "aten kernel", _kernel(name, COMPUTE.get(name))
+    is_upstream = name.startswith("aten::") and any(_has(name, key) for key in _UPSTREAM_KEYS)
+    if is_upstream or name in COMPUTE or name in DRAWING:
+        return "aten kernel", _kernel(name)
     return "not served", _refusal(name)
 
 
@@ -170,11 +183,32 @@ def _register(name: str, function: Callable[..., Any], key: str, with_keys: bool
 def _kernel(name: str, compute: Callable[..., Any] | None = None) -> Kernel:
     operator, _, overload = name.partition(".")
     call, _, tags = torch._C._get_operation_overload(operator, overload)
-    return make_kernel(name, _schema(name), compute or call, set(tags), fills_outs=name in references())
+    compute = compute or COMPUTE.get(name) or DRAWING.get(name) or call
+    is_reference, draws = name in references(), name in DRAWING
+    return make_kernel(name, _schema(name), compute, set(tags), fills_outs=is_reference, draws=draws)
 
 
 def _upstream(name: str, key: str) -> Callable[..., Any]:
     return torch.library.get_kernel(name, key).call_boxed
+
+
+def _decomposed(name: str, key: str) -> Callable[..., Any]:
+    """The kernel of torch for a dispatch key of the CPU, on npu tensors."""
+    if name == "aten::scaled_dot_product_attention":  # on npu tensors it would look for a kernel of the device
+        return lambda keys, *args, **kwargs: _attention(*args, **kwargs)
+    return _upstream(name, key)
+
+
+def _dropping(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    decomposed, bind = _decomposed(name, "CPU"), Parameters(_schema(name))
+
+    def call(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        is_empty = any(isinstance(argument, Tensor) and argument.numel() == 0 for argument in args)  # nothing to drop
+        if bind(args, kwargs)[_DROPPING[name]] != 0 and not is_empty:
+            return decomposed(keys, *args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    return call
 
 
 def _guarded(name: str, guard: Callable[..., None]) -> Callable[..., Any]:
@@ -230,9 +264,7 @@ class _Differentiable:
     """
 
     def __init__(self, name: str) -> None:
-        self._with_gradient = _upstream(name, "AutogradCPU")
-        if name == "aten::scaled_dot_product_attention":
-            self._with_gradient = lambda keys, *args, **kwargs: attention_with_gradient(*args, **kwargs)
+        self._with_gradient = _decomposed(name, "AutogradCPU")
         schema = _schema(name)
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
         self._is_pure_composite = _has(name, "CompositeImplicitAutograd") and not writes
@@ -255,3 +287,26 @@ def _wants_gradient(arguments: list[Any]) -> bool:
         elif isinstance(argument, (list, tuple)) and _wants_gradient(list(argument)):
             return True
     return False
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``scaled_dot_product_attention`` on npu tensors: by the operator that the CPU would choose."""
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
+        return torch._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    return torch._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]

@@ -33,11 +33,14 @@ def npu_attention_update(
     rows, dtype = local_out[0].shape, local_out[0].dtype
     for part, (each_lse, out) in enumerate(zip(lse, local_out, strict=True)):
         _require_part(part, each_lse, out, rows, dtype)
-    weights = torch.stack([torch.where(each == torch.inf, -torch.inf, each) for each in lse])
-    merged = weights.logsumexp(0)
-    weights = torch.where(merged.isneginf(), 0, weights - merged).exp() * ~merged.isneginf()
-    out = sum(weight[:, None] * out.float() for weight, out in zip(weights, local_out, strict=True))
-    assert isinstance(out, Tensor)
+    empty = torch.stack(list(lse)) == torch.inf
+    logs = torch.stack(list(lse)).masked_fill(empty, -torch.inf)
+    merged = logs.logsumexp(0)
+    weights = torch.where(merged.isneginf(), 0, (logs - merged).exp())
+    out = torch.zeros(rows)
+    for part, part_out in enumerate(local_out):
+        found = weights[part, :, None] * part_out.float()
+        out += found.masked_fill(empty[part, :, None], 0)  # a row without a result may hold anything, NaN too
     lse_out = torch.where(merged.isneginf(), torch.inf, merged) if update_type == 1 else None
     return out.to(dtype), lse_out
 

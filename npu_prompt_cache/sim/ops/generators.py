@@ -1,75 +1,47 @@
-"""Random numbers of the simulated device: the CPU's, for the same seed and the same calls.
+"""Random numbers of the simulated device: each call's are a function of its generator's seed and offset.
 
-An npu generator's state is a seed and an offset. Right after seeding the offset is 0, and the CPU generator that
-stands in for it is seeded alike. After every use, the offset becomes a digest of the CPU generator's state, which
-is kept under it; so whoever saves and restores the npu generator's state, by whatever call, continues in the same
-sequence. The most recent states are kept; a state that is not (of another process, say) starts a sequence that
-depends on seed and offset alone.
+An npu generator's state is a seed and an offset, and nothing is kept beside it: a call that draws takes its numbers
+from a CPU generator made of the two, and then moves the offset on. So whoever saves and restores the npu generator's
+state, by whatever call and in whatever process, continues in the same sequence. Right after seeding the offset is 0,
+and the first call's numbers are those of the CPU for that seed; those of later calls are not the CPU's.
+
+The CPU's own default generator is never used, so programs that draw on both devices, in whatever threads, do not
+disturb each other. An operator that torch_npu leaves to the host by its own fallback, such as rrelu, draws there.
 """
 
 import contextlib
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 
 import torch
 
-__all__ = ["borrowed", "borrowed_default"]
+__all__ = ["borrowed"]
 
-_KEPT_STATES = 4096  # of 5 KiB each
+_STEP = 4  # offsets must be multiples of it
+_WORDS = slice(24, 24 + 624 * 8)  # where a CPU generator's state holds the Mersenne twister's, 32 bits in 8 bytes
 _lock = threading.RLock()  # held while a state is borrowed, as torch's generators hold theirs
-_states: OrderedDict[int, torch.Tensor] = OrderedDict()  # CPU generator state by its digest, oldest use first
 
 
-def _digest(state: torch.Tensor) -> int:
-    digest = int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest(), "little")
-    return digest & ((1 << 62) - 4) | 1 << 61  # a multiple of 4, as offsets must be; not 0; fits an int64
-
-
-def _load(generator: torch.Generator) -> torch.Generator:
-    seed, offset = generator.initial_seed(), generator.get_offset()
-    cpu = torch.Generator()
-    if offset == 0:
-        return cpu.manual_seed(seed)
-    state = _states.get(offset)
-    if state is None:
-        mixed = hashlib.blake2b(seed.to_bytes(8, "little") + offset.to_bytes(8, "little"), digest_size=8)
-        return cpu.manual_seed(int.from_bytes(mixed.digest(), "little"))
-    cpu.set_state(state)
+def _made_of(seed: int, offset: int) -> torch.Generator:
+    """A CPU generator; of any offset but 0 with a state of its own: a CPU generator's seed has 32 bits only."""
+    cpu = torch.Generator().manual_seed(seed)
+    if offset:
+        source = seed.to_bytes(8, "little") + offset.to_bytes(8, "little")
+        words = torch.frombuffer(bytearray(hashlib.shake_128(source).digest(624 * 4)), dtype=torch.uint32)
+        state = cpu.get_state()
+        state[_WORDS].view(torch.int64).copy_(words)
+        cpu.set_state(state)
     return cpu
-
-
-def _store(generator: torch.Generator, cpu: torch.Generator) -> None:
-    state = cpu.get_state()
-    offset = _digest(state)
-    _states[offset] = state
-    _states.move_to_end(offset)
-    if len(_states) > _KEPT_STATES:
-        _states.popitem(last=False)
-    generator.set_offset(offset)
 
 
 @contextlib.contextmanager
 def borrowed(generator: torch.Generator) -> Iterator[torch.Generator]:
-    """A CPU generator in the state of an npu generator, which it advances when the block ends."""
+    """A CPU generator for one call; the npu generator moves on when the block ends, if it drew anything."""
     with _lock:
-        cpu = _load(generator)
+        offset = generator.get_offset()
+        cpu = _made_of(generator.initial_seed(), offset)
         before = cpu.get_state()
         yield cpu
         if not torch.equal(before, cpu.get_state()):
-            _store(generator, cpu)
-
-
-@contextlib.contextmanager
-def borrowed_default(generator: torch.Generator) -> Iterator[None]:
-    """The same for code that takes no generator: it finds that state in torch's default CPU generator."""
-    with borrowed(generator) as cpu:
-        default = torch.default_generator
-        saved = default.get_state()
-        default.set_state(cpu.get_state())
-        try:
-            yield
-        finally:
-            cpu.set_state(default.get_state())
-            default.set_state(saved)
+            generator.set_offset(offset + _STEP)

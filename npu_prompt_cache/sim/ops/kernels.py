@@ -30,8 +30,12 @@ _HOST_ARGUMENTS = {
     "aten::lstm": "batch_sizes",
 }
 
-_current_raw_stream = torch_npu._C._npu_getCurrentRawStream  # runs torch_npu's own queue, as every way to a handle does
+# Of the results, which stays on the host, as on any device.
+_HOST_RESULTS = {"aten::_pack_padded_sequence": 1, "aten::_pad_packed_sequence": 1}
 
+# Runs torch_npu's own queue, as every way to a handle does: that of the current device, whichever it is asked for.
+_current_raw_stream = torch_npu._C._npu_getCurrentRawStream
+_current_device = torch_npu._C._npu_getDevice
 
 _started: set[int] = set()  # devices whose streams torch_npu has made
 
@@ -43,10 +47,12 @@ def drain(device_index: int) -> None:
     """
     if device_index not in _started:
         torch_npu.npu.init()  # this may be the program's first call on a device
-        with torch_npu.npu.device(device_index):  # torch_npu makes a device's streams when it is first set
-            _current_raw_stream(device_index)
-        _started.add(device_index)
-    sim.run_stream(_current_raw_stream(device_index))
+    elif _current_device() == device_index:
+        sim.run_stream(_current_raw_stream(device_index))
+        return
+    with torch_npu.npu.device(device_index):  # its queue is run, and its streams are made when it is first set
+        sim.run_stream(_current_raw_stream(device_index))
+    _started.add(device_index)
 
 
 class Arguments:
@@ -122,6 +128,7 @@ class Kernel:
         self._written = [i for i in self._tensors if is_written(self.positional[i])]
         self._tensor_keywords = [a.name for a in self.keyword if _holds_tensors(a) and a.name not in outs]
         host_argument = _HOST_ARGUMENTS.get(schema.name)
+        self._host_result = _HOST_RESULTS.get(schema.name)
         self._host = next((i for i, a in enumerate(self.positional) if a.name == host_argument), None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,19 +140,32 @@ class Kernel:
         for i in self._written:
             if isinstance(args[i], Tensor) and args[i].shape != cpu_args[i].shape:
                 raise RuntimeError(f"{self.name} resized what it was to write into: its memory is no longer right")
-        return arguments.to_npu(result, device)
+        return self.returned(arguments, result, device)
 
     def convert(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
         """Positional arguments as the CPU function gets them; those in ``kwargs`` are replaced there."""
         arguments = Arguments()
         cpu_args = list(args)
-        for i in self._tensors:
-            if i < len(cpu_args):
-                cpu_args[i] = arguments.to_cpu(cpu_args[i])
-        for key in self._tensor_keywords:
-            if key in kwargs:
-                kwargs[key] = arguments.to_cpu(kwargs[key])
+        try:
+            for i in self._tensors:
+                if i < len(cpu_args):
+                    cpu_args[i] = arguments.to_cpu(cpu_args[i])
+            for key in self._tensor_keywords:
+                if key in kwargs:
+                    kwargs[key] = arguments.to_cpu(kwargs[key])
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{error} ({self.name})") from None
         return arguments, cpu_args
+
+    def returned(self, arguments: Arguments, result: Any, device: torch.device) -> Any:
+        """What the CPU function returned, as the operator returns it."""
+        try:
+            if self._host_result is None:
+                return arguments.to_npu(result, device)
+            at = self._host_result
+            return tuple(value if i == at else arguments.to_npu(value, device) for i, value in enumerate(result))
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{error} ({self.name})") from None
 
     def run(self, arguments: Arguments, cpu_args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls the CPU function."""

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["COMPUTE", "attention_with_gradient", "filling_out"]
+from npu_prompt_cache.sim.ops.recurrent import CELLS
+
+__all__ = ["COMPUTE", "DRAWING", "filling_out"]
 
 
 def filling_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -81,7 +83,18 @@ def _addbmm_(self: Tensor, batch1: Tensor, batch2: Tensor, **scales: Any) -> Ten
     return self.copy_(found)
 
 
+def _native_dropout(
+    input: Tensor, p: float, train: bool | None, *, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """As the CPU's, which draws from the default generator."""
+    if train is False or input.numel() == 0:
+        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+    mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return (input * mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
+
+
 COMPUTE: dict[str, Callable[..., Any]] = {
+    **CELLS,
     "aten::addbmm_": _addbmm_,
     "aten::histc": _histc,
     "aten::histc.out": filling_out(_histc),
@@ -99,25 +112,9 @@ COMPUTE: dict[str, Callable[..., Any]] = {
 }
 """What computes an operator instead of the CPU kernel of its name, with the operator's parameters."""
 
-
-def attention_with_gradient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """``scaled_dot_product_attention`` where a gradient is wanted: by the operator that the CPU would choose."""
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-    if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
-        return torch._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-    return torch._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+DRAWING: dict[str, Callable[..., Any]] = {
+    "aten::native_dropout": _native_dropout,
+    "aten::randperm": torch.randperm,
+    "aten::randperm.out": torch.randperm,
+}
+"""The same for operators that draw random numbers and take no generator: these functions take one by that name."""

@@ -9,8 +9,8 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from npu_prompt_cache.sim.ops.aliases import alias
-from npu_prompt_cache.sim.ops.generators import borrowed, borrowed_default
+from npu_prompt_cache.sim.ops.aliases import alias, require_no_partial_overlap
+from npu_prompt_cache.sim.ops.generators import borrowed
 from npu_prompt_cache.sim.ops.kernels import Arguments, Kernel, drain, is_written
 
 __all__ = ["SpecialKernel", "make_kernel"]
@@ -24,7 +24,13 @@ _TOLD_SIZES = {"aten::one_hot": ("num_classes", -1), "aten::repeat_interleave": 
 
 
 def make_kernel(
-    name: str, schema: torch._C.FunctionSchema, compute: Callable[..., Any], tags: set[torch.Tag], fills_outs: bool
+    name: str,
+    schema: torch._C.FunctionSchema,
+    compute: Callable[..., Any],
+    tags: set[torch.Tag],
+    *,
+    fills_outs: bool = False,
+    draws: bool = False,
 ) -> Kernel:
     """The kernel of an operator.
 
@@ -35,14 +41,14 @@ def make_kernel(
         tags: the operator's.
         fills_outs: whether ``compute`` is given the memory of out arguments and writes there; else it is given
             empty tensors, and the kernel sees to the rest.
+        draws: whether ``compute`` takes a ``generator`` that the operator does not.
     """
     # torch_npu does not mark an out argument as written where it is a list.
     outs = [a.name for a in schema.arguments if a.kwarg_only and (is_written(a) or a.name == "out")]
     outs = [] if fills_outs else outs
     names = {argument.name for argument in schema.arguments}
-    special_tags = {*_HOST_WAITS, torch.Tag.nondeterministic_seeded}
-    if outs or names & {"device", "generator"} or special_tags & tags or schema.name in _INDEXING:
-        return SpecialKernel(name, schema, compute, tags, outs)
+    if outs or draws or names & {"device", "generator"} or _HOST_WAITS & tags or schema.name in _INDEXING:
+        return SpecialKernel(name, schema, compute, tags, outs, draws)
     return Kernel(name, schema, compute)
 
 
@@ -62,13 +68,14 @@ class SpecialKernel(Kernel):
         compute: Callable[..., Any],
         tags: set[torch.Tag],
         outs: Sequence[str],
+        draws: bool,
     ) -> None:
         super().__init__(name, schema, compute, outs)
         self._outs = outs
         self._where = {argument.name: i for i, argument in enumerate(schema.arguments)}
         self._defaults = {argument.name: argument.default_value for argument in schema.arguments}
         self._makes = "device" in self._where
-        self._is_random = "generator" in self._where or torch.Tag.nondeterministic_seeded in tags
+        self._is_random = draws or "generator" in self._where
         self._indexes = schema.name in _INDEXING
         self._waits = bool(_HOST_WAITS & tags)
         told_size = _TOLD_SIZES.get(schema.name)
@@ -79,6 +86,10 @@ class SpecialKernel(Kernel):
         arguments, cpu_args = self.convert(args, kwargs)
         read = list(arguments.npu)
         given = {name: kwargs[name] for name in self._outs}
+        if self._is_random:
+            self._require_device(read, args, kwargs)
+        for out in given.values():
+            require_no_partial_overlap(out, read)
         fresh = {name: self._fresh(out, arguments) for name, out in given.items()}
         kwargs.update(fresh)
         device = self._result_device(arguments, args, kwargs)
@@ -89,14 +100,14 @@ class SpecialKernel(Kernel):
         drain(at)
         if self._waits_for_host(args, kwargs):
             torch_npu.npu.current_stream(at).synchronize()
-        if self._is_random and self._value("dropout_p", args, kwargs) != 0:
+        if self._is_random:
             with self._randomness(at, cpu_args, kwargs):
                 result = self.run(arguments, cpu_args, kwargs)
         else:
             result = self.run(arguments, cpu_args, kwargs)
         for name, out in given.items():
             _fill(out, fresh[name], read)
-        return arguments.to_npu(result, device) if device.type == "npu" else result
+        return self.returned(arguments, result, device) if device.type == "npu" else result
 
     def _value(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An argument by name; None where the operator has none of that name."""
@@ -130,19 +141,24 @@ class SpecialKernel(Kernel):
             return bool(self._value(argument, args, kwargs) == untold)
         return self._waits
 
+    def _require_device(self, read: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises where nothing but the generator, which brought the call here, is on the device."""
+        asked = self._value("device", args, kwargs) if self._makes else None
+        written = [kwargs[name] for name in self._outs]
+        if not read and not any(out.is_npu for out in written) and (asked is None or torch.device(asked).type != "npu"):
+            raise RuntimeError(f"Expected a 'cpu' device type for generator but found 'npu' ({self.name})")
+
     @contextlib.contextmanager
     def _randomness(self, device_index: int, cpu_args: list[Any], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Puts a CPU generator in the place of the npu one, in the arguments or as the default."""
+        """Puts a CPU generator in the place of the npu one, or of none, in the arguments."""
         given = self._value("generator", cpu_args, kwargs)
         generator = given if given is not None else torch_npu.npu.default_generators[device_index]
         if generator.device.type != "npu":
-            raise RuntimeError(f"Expected a 'npu' device type for generator but found '{generator.device.type}'")
-        if "generator" not in self._where:
-            with borrowed_default(generator):
-                yield
-            return
+            raise RuntimeError(
+                f"Expected a 'npu' device type for generator but found '{generator.device.type}' ({self.name})"
+            )
         with borrowed(generator) as cpu:
-            at = self._where["generator"]
+            at = self._where.get("generator", len(cpu_args))
             if at < len(cpu_args):
                 cpu_args[at] = cpu
             else:
