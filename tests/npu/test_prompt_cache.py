@@ -248,21 +248,29 @@ def wrap_forward(model: PreTrainedModel) -> None:
     model.forward = functools.wraps(forward)(lambda *a, **k: forward(*a, **far_positions(k)))
 
 
-def wrap_preparation_of_class(model: PreTrainedModel) -> None:
-    class Wrapped(type(model)):
-        pass
+def wrap_in_class(name: str, model: PreTrainedModel) -> None:
+    """As a patch of the library's own class would."""
+    real = getattr(type(model), name)
 
-    real = type(model).prepare_inputs_for_generation
-    Wrapped.prepare_inputs_for_generation = functools.wraps(real)(lambda *a, **k: far_positions(real(*a, **k)))
-    Wrapped.__module__ = type(model).__module__
-    model.__class__ = Wrapped
+    def called(self, *args, **kwargs):  # its arguments are altered
+        return real(self, *args, **far_positions(kwargs))
+
+    def prepared(self, *args, **kwargs):  # its result is
+        return far_positions(real(self, *args, **kwargs))
+
+    patched = functools.wraps(real)(called if name == "__call__" else prepared)
+    model.__class__ = type(type(model).__name__, (type(model),), {name: patched, "__module__": type(model).__module__})
+
+
+wrap_call = functools.partial(wrap_in_class, "__call__")
+wrap_preparation = functools.partial(wrap_in_class, "prepare_inputs_for_generation")
 
 
 def hook(model: PreTrainedModel) -> None:
     model.register_forward_pre_hook(lambda _module, args, kwargs: (args, far_positions(kwargs)), with_kwargs=True)
 
 
-@pytest.mark.parametrize("meddle", [wrap_forward, wrap_preparation_of_class, hook, OwnSampling, OwnCall])
+@pytest.mark.parametrize("meddle", [wrap_forward, wrap_call, wrap_preparation, hook, OwnSampling, OwnCall])
 def test_whoever_alters_the_forwards_of_generate_is_seen(meddle) -> None:
     texts = []
     for with_cache in (False, True):
