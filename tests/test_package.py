@@ -34,10 +34,3 @@ def test_errors_are_one_family() -> None:
 def test_importing_the_package_does_not_import_transformers() -> None:
     code = "import sys, npu_prompt_cache; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_readme_names_every_supported_model_type() -> None:
-    from npu_prompt_cache.integrations.transformers import SUPPORTED_MODEL_TYPES
-
-    readme = (ROOT / "README.md").read_text()
-    assert [name for name in SUPPORTED_MODEL_TYPES if f"`{name}`" not in readme] == []

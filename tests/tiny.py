@@ -8,6 +8,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 PAD, EOS, VOCABULARY = 0, 2, 300
 
+#: Llama's near relations, which `tiny_config` makes without a tweak. All that is supported is in test_architectures.py.
+LLAMA_LIKE = (
+    "arcee",
+    "glm",
+    "granite",
+    "helium",
+    "llama",
+    "mistral",
+    "olmo",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+)
+
 
 def tiny_config(model_type: str = "llama", **changes: object) -> transformers.PreTrainedConfig:
     options = {

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tiny import SYSTEM, join, left_padded, tiny_model, tokens
+from tiny import LLAMA_LIKE, SYSTEM, join, left_padded, tiny_model, tokens
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import npu_prompt_cache as npc
 from npu_prompt_cache import sim
 from npu_prompt_cache.attention import npu
 from npu_prompt_cache.attention.sequence import Sequence
-from npu_prompt_cache.integrations.transformers import SUPPORTED_MODEL_TYPES
 
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -77,7 +76,7 @@ class Answers:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
-@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
+@pytest.mark.parametrize("model_type", LLAMA_LIKE)
 def test_cold_equals_hit_equals_no_cache(model_type: str, dtype: torch.dtype) -> None:
     model = on_npu(dtype, model_type)
     prompts = [join(SYSTEM, tokens(n, seed=n)) for n in (100, 80, 33)]

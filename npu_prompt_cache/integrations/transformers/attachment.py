@@ -202,7 +202,7 @@ class Attachment:
     ) -> CausalLMOutputWithPast:
         batch = paged.batch(request, skips)
         forward = PagedForward(self.cache, batch)
-        with paged.running(forward):
+        with paged.running(forward), forward.running():
             output = original(
                 input_ids=packed_ids(request, skips),
                 position_ids=paged.upload(packed_positions(batch)),
@@ -211,7 +211,6 @@ class Attachment:
                 use_cache=True,
                 logits_to_keep=paged.upload(kept_rows(request, batch, skips)),
                 return_dict=True,
-                paged_forward=forward,
             )
         forward.check_complete(self.model)
         return output  # type: ignore[no-any-return]

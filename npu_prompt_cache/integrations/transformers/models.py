@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import TYPE_CHECKING
 
 from transformers import GenerationMixin, PreTrainedModel
@@ -12,26 +14,107 @@ from npu_prompt_cache.layout import SUPPORTED_DTYPES, KVLayout
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-#: Model types whose attention is known to be: rotary positions from ``position_ids``, full causal attention over
-#: ``cache.update``'s keys, through the attention registry. Each is tested against its uncached self.
+#: Model types whose code was read for this: a token's K/V depend on weights, tokens and ``position_ids`` alone, and
+#: attention is full and causal over ``cache.update``'s keys, through the attention registry. Each is tested against its
+#: uncached self; passing that test is not enough to stand here.
 SUPPORTED_MODEL_TYPES = (
+    "apertus",
+    "apertus1p5_text",
     "arcee",
+    "aria_text",
+    "bert",
+    "bert-generation",
+    "biogpt",
+    "bitnet",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "ctrl",
+    "dbrx",
+    "dots1",
+    "electra",
+    "emu3_text_model",
+    "ernie",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone",
+    "exaone4",
+    "flex_olmo",
+    "gemma",
     "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gptj",
     "granite",
+    "granitemoe",
+    "granitemoeshared",
     "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
     "llama",
+    "mellum",
+    "minimax_m2",
+    "ministral3",
     "mistral",
+    "mixtral",
+    "nanochat",
+    "nemotron",
     "olmo",
     "olmo2",
+    "olmo3",
+    "olmoe",
+    "opt",
+    "persimmon",
+    "phi",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
+    "qwen3_moe",
+    "sarvam_moe",
     "seed_oss",
     "smollm3",
+    "solar_open",
+    "stablelm",
     "starcoder2",
 )
 #: Rotary scalings under which a token's key depends on nothing but the token's position.
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "ntk_alpha", "yarn")
+#: What a forward must take for rows to be packed: positions of each token, and which logits are wanted.
+_NEEDED_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache", "logits_to_keep")
+#: What a module that knows transformers' registry of attention functions calls it.
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+#: Why some of the others do not stand there.
+_REFUSED_BECAUSE = {
+    "blt": "puts bytes together to patches before it attends",
+    "camembert": "counts positions from its padding token on",
+    "data2vec-text": "counts positions from its padding token on",
+    "diffllama": "attends twice in every layer",
+    "doge": "adds a mask of its own to attention",
+    "git": "reads images too: equal token ids need not mean equal input",
+    "hrm_text": "runs its layers several times over",
+    "jetmoe": "attends over other keys than it caches",
+    "laguna": "may have another number of heads in every layer",
+    "lfm2": "may have convolutions, whose state is no K/V",
+    "minimax_m3_vl_text": "may attend to chosen blocks of keys only",
+    "mllama_text_model": "has layers that attend to images",
+    "phi4_multimodal": "reads images and sounds too: equal token ids need not mean equal input",
+    "phimoe": "may scale rotary positions by the length of the sequence",
+    "roberta": "counts positions from its padding token on",
+    "roberta-prelayernorm": "counts positions from its padding token on",
+    "roc_bert": "reads shapes and sounds of its tokens too",
+    "xlm-roberta": "counts positions from its padding token on",
+    "xlm-roberta-xl": "counts positions from its padding token on",
+    "xmod": "counts positions from its padding token on",
+}
 #: What the original attention may be; ours is registered once for each.
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 
@@ -73,11 +156,26 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
         refuse(f"it has layers of type {', '.join(sorted(kinds - {'full_attention'}))}; only full attention is served")
     if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None:
         refuse(f"it attends over a sliding window (sliding_window={config.sliding_window})")
+    takes = inspect.signature(type(model).forward).parameters
+    if missing := [argument for argument in _NEEDED_ARGUMENTS if argument not in takes]:
+        refuse(f"its forward takes no {', '.join(missing)}")
+    if not any(hasattr(sys.modules.get(type(part).__module__), _REGISTRY) for part in model.modules()):
+        refuse("its attention does not go through transformers' registry of attention functions")
+    if config.get_text_config() is not config:
+        refuse("text is only a part of what it reads: equal token ids need not mean equal input")
+    if getattr(config, "kv_lora_rank", None) is not None:
+        refuse(f"it computes K/V from latents (kv_lora_rank={config.kv_lora_rank}), which are not served")
+    if getattr(config, "reorder_and_upcast_attn", False):
+        refuse("it may pass by the registry of attention functions (reorder_and_upcast_attn=True)")
     if config.model_type not in SUPPORTED_MODEL_TYPES:
-        refuse(f"model_type {config.model_type!r} is not one of {', '.join(SUPPORTED_MODEL_TYPES)}")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in SUPPORTED_ROPE_TYPES:
-        refuse(f"rope_type {rope!r} makes keys depend on the length of the sequence")
+        reason = _REFUSED_BECAUSE.get(config.model_type, "is not known to be right with it; README.md lists what is")
+        refuse(f"model_type {config.model_type!r} {reason}")
+    if getattr(config, "add_cross_attention", False):
+        refuse("it has cross-attention: its K/V depend on an encoder's input, not on token ids alone")
+    if not all(getattr(module, "is_causal", True) for module in model.modules()):
+        refuse("it is an encoder: its tokens attend to later ones")
+    for rope in sorted(_rope_types(model) - set(SUPPORTED_ROPE_TYPES)):
+        refuse(f"rope_type {rope!r} is not one of {', '.join(SUPPORTED_ROPE_TYPES)}: keys may depend on the length")
     if getattr(model, "_hf_peft_config_loaded", False):
         refuse("it has adapters loaded, which change what K/V depend on")
     if any("base_layer" in module._modules for module in model.modules()):
@@ -88,6 +186,15 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
     if own not in SUPPORTED_ATTENTION:
         refuse(f"attn_implementation {own!r} is not one of {', '.join(SUPPORTED_ATTENTION)}")
     return config
+
+
+def _rope_types(model: PreTrainedModel) -> set[str]:
+    """How rotary positions are scaled, in all layers: a module may know better than the config what it does."""
+    found: set[str] = set()
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        found.update(kind.values() if isinstance(kind, dict) else [kind] if isinstance(kind, str) else [])
+    return found
 
 
 def original_attention(name: str | None) -> str:

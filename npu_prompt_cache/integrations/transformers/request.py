@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _UNDERSTOOD = frozenset(
     {"input_ids", "attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep", "return_dict"}
 )
-_FORBIDDEN_WHEN_TRUE = frozenset({"output_attentions", "output_hidden_states"})
+_FORBIDDEN_WHEN_TRUE = frozenset({"output_attentions", "output_hidden_states", "output_router_logits"})
 _KNOWN = _UNDERSTOOD | _FORBIDDEN_WHEN_TRUE
 
 
