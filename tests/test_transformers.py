@@ -133,6 +133,24 @@ def test_sampling_with_one_seed_gives_one_text(model) -> None:
         assert torch.equal(model.generate(**batch, **options), plain)
 
 
+def test_a_hook_may_run_another_model_with_a_cache_or_without(model) -> None:
+    other, prompt = tiny_model("qwen2"), tokens(30)
+    with torch.no_grad():
+        plain, plain_of_other = model(prompt).logits, other(prompt).logits
+        seen: list[torch.Tensor] = []
+        for options in ({}, {"use_cache": False}, {"cache": DynamicCache()}):
+            model.model.layers[1].register_forward_hook(
+                lambda *_, options=options: seen.append(other(prompt, **options).logits)
+            )
+        npc.enable(model, pool_bytes=64 << 20)
+        npc.enable(other, pool_bytes=64 << 20)
+        torch.testing.assert_close(model(prompt).logits, plain, rtol=1e-4, atol=1e-4)
+    npc.disable(other)
+    assert len(seen) == 3
+    for logits in seen:
+        torch.testing.assert_close(logits, plain_of_other, rtol=1e-4, atol=1e-4)
+
+
 def test_num_return_sequences(model) -> None:
     prompt = join(SYSTEM, tokens(9))
     options = {"max_new_tokens": 8, "do_sample": True, "num_return_sequences": 3}

@@ -22,7 +22,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from npu_prompt_cache.attention import paged_attention
 from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
-from npu_prompt_cache.integrations.transformers.attention import PagedForward
+from npu_prompt_cache.integrations.transformers.attention import PagedForward, attending
 from npu_prompt_cache.integrations.transformers.models import ATTENTION_PREFIX, is_ours, layout_of, original_attention
 from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache, itself
 from npu_prompt_cache.integrations.transformers.request import (
@@ -158,7 +158,8 @@ class Attachment:
         cache = kwargs.get("cache")
         paged = self._new_cache(in_generate=False) if cache is None else cache
         if not isinstance(paged, PagedCache) or not paged.is_of(self.cache, self.model):
-            return original(**kwargs)
+            with attending(None):
+                return original(**kwargs)
         # A close or a detach in another thread waits for, or leaves its rest to, the forward that runs.
         with self._attention.running(), paged.lock:
             return self._serve(original, kwargs, paged)
@@ -176,7 +177,8 @@ class Attachment:
                 return self._run(original, paged, request, skips)
         if kwargs.get("cache") is not None:
             kwargs["cache"] = paged.to_dense()
-        return original(**kwargs)
+        with attending(None):
+            return original(**kwargs)
 
     def _run(
         self,
@@ -202,7 +204,7 @@ class Attachment:
     ) -> CausalLMOutputWithPast:
         batch = paged.batch(request, skips)
         forward = PagedForward(self.cache, batch)
-        with paged.running(forward), forward.running():
+        with paged.running(forward), attending(forward):
             output = original(
                 input_ids=packed_ids(request, skips),
                 position_ids=paged.upload(packed_positions(batch)),

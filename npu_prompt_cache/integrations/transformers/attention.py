@@ -37,16 +37,6 @@ class PagedForward:
         self._attended = 0
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Inside, attention of this thread is over the pool. Not told by an argument: some models hand none on."""
-        before = _running.forward
-        _running.forward = self
-        try:
-            yield
-        finally:
-            _running.forward = before
-
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The new tokens' K/V, each ``[1, kv_heads, tokens, head_dim]``, into their slots."""
         self._batch.write(self._cache.key(layer), self._cache.value(layer), keys, values)
@@ -77,6 +67,20 @@ class _Running(threading.local):
 
 
 _running = _Running()
+
+
+@contextmanager
+def attending(forward: PagedForward | None) -> Iterator[None]:
+    """Attention of this thread is over that forward's pool, or the model's own where it is None.
+
+    The thread tells it, and no argument, because some models hand none on to their attention.
+    """
+    before = _running.forward
+    _running.forward = forward
+    try:
+        yield
+    finally:
+        _running.forward = before
 
 
 def _attention(
