@@ -387,9 +387,14 @@ class PromptCache:
 
     def _acquire(self, root: bytes, token_ids: TokenIds, limit: int | None, stream: int | None) -> Lease:
         ids = _ids(token_ids)
-        current = self._current_stream()
-        handle = current.hand_on() if current is not None else 0
-        return Lease(self._core.acquire(root, ids, limit, stream or handle), current)
+        handle, torchs = self._enqueue_on(stream)
+        return Lease(self._core.acquire(root, ids, limit, handle), torchs)
+
+    def _enqueue_on(self, stream: int | None) -> tuple[int, QueuedStream | None]:
+        """Handle of the stream to enqueue on, by default torch's, which is handed on either way; and torch's stream."""
+        torchs = self._current_stream()
+        current = 0 if torchs is None else torchs.hand_on()
+        return stream or current, torchs
 
     def _current_stream(self) -> QueuedStream | None:
         """Torch's on the NPU; None, for the cache's own, where torch computes on the CPU or knows of no NPU."""
@@ -426,9 +431,8 @@ class PromptCache:
         addresses = self._source_addresses(kv, len(ids))
         # On the CPU the tensors are host memory: the runtime is told so, and counts a copy host to device.
         kind = _H2D if self.config.device_type == "cpu" else _D2D
-        current = self._current_stream()
-        handle = current.hand_on() if current is not None else 0
-        return self._core.insert(self._root(salt), ids, addresses, kind, stream or handle)
+        handle, _ = self._enqueue_on(stream)
+        return self._core.insert(self._root(salt), ids, addresses, kind, handle)
 
     def key(self, layer: int) -> torch.Tensor:
         """K of a layer over the pool, no copy: ``[blocks, block_size, num_kv_heads, head_dim]``.

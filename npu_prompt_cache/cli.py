@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from npu_prompt_cache.config import DEVICE
 
 #: Where ``--json`` without a file writes.
 _STDOUT = "-"
@@ -143,7 +144,7 @@ def _integer(low: int, high: int) -> Callable[[str], int]:
 
 
 def _device(text: str) -> str:
-    if not re.fullmatch(r"cpu|npu(:\d{1,4})?", text):
+    if not DEVICE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not cpu, npu or npu:N")
     return text
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 DEFAULT_POOL_BYTES = 2 << 30
 DEFAULT_WATERMARK_BYTES = 256 << 20
 MAX_POOL_BYTES = 1 << 48
+#: What a device is called.
+DEVICE = re.compile(r"cpu|npu(:\d{1,4})?")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class CacheConfig:
         Raises:
             ValueError, TypeError: naming the value and its limit.
         """
-        if not re.fullmatch(r"cpu|npu(:\d{1,4})?", device):
+        if not DEVICE.fullmatch(device):
             raise ValueError(f"device={device!r} is not 'cpu', 'npu' or 'npu:N'")
         if pool_bytes is not None and max_gb is not None:
             raise ValueError(f"max_gb={max_gb} and pool_bytes={pool_bytes} both say how large the pool is")

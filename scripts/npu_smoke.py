@@ -176,7 +176,7 @@ def check_attention(device: torch.device, heads: int, kv_heads: int, head_dim: i
         at += new
     query = torch.randn(1, heads, at, head_dim, generator=generator).to(dtype)
     new_kv = [torch.randn(1, kv_heads, at, head_dim, generator=generator).to(dtype) for _ in "KV"]
-    batch = npu.PagedAttention(layout, heads, device).batch(sequences, np.concatenate(slots))
+    batch = npu.paged_attention(layout, heads, device).batch(sequences, np.concatenate(slots))
     batch.write(keys, values, *(states.to(device) for states in new_kv))
     found = batch.attend(query.to(device), keys, values, None).cpu().double()[0]
     for plane, states in zip(planes, new_kv, strict=True):

@@ -141,9 +141,8 @@ def paged_attention(layout: KVLayout, num_heads: int, device: torch.device) -> P
     Raises:
         UnsupportedModel: no operator takes the model's shapes.
     """
-    if route(layout, num_heads).op == _SDPA:
-        return SdpaAttention(layout, device)
-    return PagedAttention(layout, num_heads, device)
+    way = route(layout, num_heads)
+    return SdpaAttention(layout, device) if way.op == _SDPA else PagedAttention(layout, num_heads, way, device)
 
 
 class _OnStream:
@@ -177,7 +176,7 @@ class _OnStream:
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """A copy on the device, enqueued: the host does not wait."""
-        return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
+        return _pinned(array).to(self._device, non_blocking=True)
 
 
 class SdpaAttention(_OnStream, cpu.PagedAttention):
@@ -197,12 +196,13 @@ class PagedAttention(_OnStream):
     Args:
         layout: of the pool.
         num_heads: query heads.
+        way: the `route` of the two.
         device: of the pool and the model.
     """
 
-    def __init__(self, layout: KVLayout, num_heads: int, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, num_heads: int, way: Route, device: torch.device) -> None:
         super().__init__(device)
-        self.route = route(layout, num_heads)
+        self.route = way
         self._layout = layout
         self._num_heads = num_heads
         self._table_on_host = np.zeros((0, 0), np.int32)
@@ -218,7 +218,7 @@ class PagedAttention(_OnStream):
         """
         if len(slots) > len(self._slots):
             self._slots = self._empty(len(slots))
-        self._fill(self._slots[: len(slots)], slots.astype(np.int32))
+        self._slots[: len(slots)].copy_(_pinned(slots.astype(np.int32)), non_blocking=True)
         self._set_table(sequences)
         return PagedBatch(self, sequences, self._slots[: len(slots)], self._table)
 
@@ -233,11 +233,8 @@ class PagedAttention(_OnStream):
         for row, sequence in zip(table, sequences, strict=True):
             row[: len(sequence.block_table)] = sequence.block_table
         if not np.array_equal(table, self._table_on_host):
-            self._fill(self._table, table)
+            self._table.copy_(_pinned(table), non_blocking=True)
             self._table_on_host = table
-
-    def _fill(self, tensor: torch.Tensor, array: npt.NDArray[np.int32]) -> None:
-        tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
 
     def attend(
         self,
@@ -337,6 +334,11 @@ class PagedBatch:
                 first, blocks = at, 0
             blocks += own
         yield first, len(self.sequences)
+
+
+def _pinned(array: npt.NDArray[Any]) -> torch.Tensor:
+    """A copy in pinned memory: what is copied from there need not be waited for."""
+    return torch.from_numpy(array).pin_memory()
 
 
 def _token_major(states: torch.Tensor) -> torch.Tensor:

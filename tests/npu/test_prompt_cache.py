@@ -294,7 +294,7 @@ def test_more_sequences_than_a_call_takes() -> None:
     first = torch.randn(count, 1, 64).half()
     keys[1:, 0] = first.to("npu:0")
     sequences = [Sequence(i, i + 1, 1, np.array([1 + i], np.int32)) for i in range(count)]
-    batch = npu.PagedAttention(layout, 1, keys.device).batch(sequences, 128 * (1 + np.arange(count)))
+    batch = npu.paged_attention(layout, 1, keys.device).batch(sequences, 128 * (1 + np.arange(count)))
     found = batch.attend(torch.randn(1, 1, count, 64).half().to("npu:0"), keys, keys, None)
     torch.testing.assert_close(found.cpu()[0], first, rtol=1e-3, atol=1e-3)  # of one key: its value
 

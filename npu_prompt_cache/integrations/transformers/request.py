@@ -65,7 +65,8 @@ def read_request(
         padding = _left_padding(kwargs.get("attention_mask"), batch, past, columns, paged)
         if padding is None or not _positions_are_natural(kwargs.get("position_ids"), padding, past, columns):
             return None
-        starts = padding if past == 0 else starts
+        if past == 0:
+            starts = padding
     kept = _kept_columns(kwargs.get("logits_to_keep", 0), columns)
     return None if kept is None else Request(ids, starts, kept)
 
