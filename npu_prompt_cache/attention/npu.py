@@ -126,7 +126,10 @@ class QueuedStream:
 
     def __init__(self, device_index: int) -> None:
         self._device_index = device_index
-        self._stream = torch.npu.current_stream(device_index)  # type: ignore[attr-defined]
+        torch.npu.init()  # type: ignore[attr-defined]  # this may be the program's first use of torch's NPU
+        # torch_npu makes the streams of a device when it is first set.
+        with torch.npu.device(device_index):  # type: ignore[attr-defined]
+            self._stream = torch.npu.current_stream()  # type: ignore[attr-defined]
 
     def hand_on(self) -> int:
         """Waits until the runtime has all that torch was asked for on this stream. Returns the runtime's handle."""

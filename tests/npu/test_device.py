@@ -290,6 +290,35 @@ ENDS = {
 }
 
 
+def test_a_second_device_that_torch_has_not_touched() -> None:
+    """The first to use it is the cache, in every thread; torch's own device stays the first."""
+    program = """
+import threading, torch, torch_npu
+import npu_prompt_cache as npc
+
+layout = npc.KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float16)
+cache = npc.PromptCache(layout, device="npu:1", pool_bytes=32 << 20)
+devices = []
+
+def use():
+    with cache.acquire([1] * 130) as lease:
+        lease.extend(1)
+        lease.commit([1] * 130)
+    devices.append(torch.npu.current_device())
+    devices.append(torch.ones(2, device="npu").get_device())
+
+for target in (use, use):
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+use()
+assert devices == [0] * 6, devices
+assert cache.key(0).get_device() == 1
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 #: Each order with both orders of imports, each end once.
 PROGRAMS = [
     (imports, order, end)
