@@ -156,6 +156,38 @@ auto without_gil(Call&& call) {
 
 npc::acl::Stream stream_of(uintptr_t handle) { return reinterpret_cast<npc::acl::Stream>(handle); }
 
+// At least one token is always computed.
+int64_t checked_limit(int64_t limit, int64_t count) {
+  if (limit < 0) throw py::value_error("limit=" + std::to_string(limit) + ": at least 0 tokens");
+  return std::min(limit, count - 1);
+}
+
+using Leases = std::vector<std::shared_ptr<LeaseHandle>>;
+using Numbers = py::array_t<int64_t>;
+
+// The leases, tokens of each that are not to be computed, and what is to be written twice: see
+// npc::AcquiredBatch.
+py::typing::Tuple<Leases, Numbers, Numbers, Numbers> acquire_batch(PromptCache& cache,
+                                                                   const py::bytes& name_space,
+                                                                   const std::vector<py::object>& rows,
+                                                                   const std::vector<int64_t>& limits,
+                                                                   uintptr_t stream) {
+  if (rows.empty() || rows.size() != limits.size())
+    throw py::value_error(std::to_string(rows.size()) + " prompts with " + std::to_string(limits.size()) +
+                          " limits: at least one prompt, and a limit for each");
+  std::string_view root = name_space;
+  std::vector<std::vector<Token>> tokens;
+  std::vector<npc::Prompt> prompts;
+  for (size_t row = 0; row < rows.size(); ++row) {
+    tokens.push_back(tokens_of(rows[row]));
+    auto count = static_cast<int64_t>(tokens.back().size());
+    prompts.push_back({tokens.back().data(), count, checked_limit(limits[row], count)});
+  }
+  npc::device::Batch batch = without_gil([&] { return cache.acquire(root, prompts, stream_of(stream)); });
+  return py::make_tuple(std::move(batch.leases), array_of(batch.starts), array_of(batch.copy_sources),
+                        array_of(batch.copy_slots));
+}
+
 struct PlaneView {
   npc::device::DLManagedTensor managed;
   std::vector<int64_t> shape;
@@ -283,6 +315,8 @@ PYBIND11_MODULE(_core, m) {
             return lease.commit(tokens.data(), static_cast<int64_t>(tokens.size()));
           },
           py::arg("token_ids"))
+      .def("fork", &LeaseHandle::fork, py::arg("length"), py::call_guard<py::gil_scoped_release>())
+      .def("truncate", &LeaseHandle::truncate, py::arg("length"), py::call_guard<py::gil_scoped_release>())
       .def("release", &LeaseHandle::release, py::call_guard<py::gil_scoped_release>());
 
   py::class_<PromptCache, std::shared_ptr<PromptCache>>(m, "PromptCache")
@@ -317,12 +351,22 @@ PYBIND11_MODULE(_core, m) {
             std::string_view root = name_space;
             std::vector<Token> tokens = tokens_of(ids);
             auto count = static_cast<int64_t>(tokens.size());
-            int64_t most = std::min(limit.value_or(count - 1), count - 1);
-            if (most < 0) throw py::value_error("limit=" + std::to_string(*limit) + ": at least 0 tokens");
+            int64_t most = checked_limit(limit.value_or(count - 1), count);
             py::gil_scoped_release release;
             return cache.acquire(root, tokens.data(), count, most, stream_of(stream));
           },
           py::arg("namespace"), py::arg("token_ids"), py::arg("limit") = py::none(), py::arg("stream") = 0)
+      .def("acquire_batch", &acquire_batch, py::arg("namespace"), py::arg("prompts"), py::arg("limits"),
+           py::arg("stream") = 0)
+      .def(
+          "pin",
+          [](PromptCache& cache, const py::bytes& name_space, const py::object& ids) {
+            std::string_view root = name_space;
+            std::vector<Token> tokens = tokens_of(ids);
+            py::gil_scoped_release release;
+            return cache.pin(root, tokens.data(), static_cast<int64_t>(tokens.size()));
+          },
+          py::arg("namespace"), py::arg("token_ids"))
       .def(
           "insert",
           [](PromptCache& cache, const py::bytes& name_space, const py::object& ids,

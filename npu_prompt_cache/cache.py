@@ -127,8 +127,8 @@ class Lease:
 
     def __init__(self, core: _core.Lease, stream: QueuedStream | None) -> None:
         self._core = core
-        self._stream = stream  # commit and release fence what torch was asked for there; None on the CPU
-        #: Tokens of the prompt that were found: compute the others.
+        self._stream = stream  # what torch was asked for there is handed on before a copy or a fence; None on the CPU
+        #: Tokens of the prompt that were found, and are not truncated: compute the others.
         self.cached_tokens: int = core.cached_tokens
 
     @property
@@ -154,6 +154,33 @@ class Lease:
         if count < 0:
             raise ValueError(f"extend({count}): at least 0 tokens")
         self._core.extend(count)
+
+    def fork(self, length: int) -> Lease:
+        """A new lease with tokens ``[0, length)`` of this one, committed or not, at most `length` of this one.
+
+        Whole blocks are shared; the rows of a block that `length` ends in are copied on the device. Both leases are
+        extended, committed, truncated and released as if there were no other, on the stream of this one.
+
+        Raises:
+            ValueError: this lease has no such tokens.
+            PoolExhausted: the pool has no block left for the copy; this lease is as it was.
+        """
+        self._hand_on()
+        return Lease(self._core.fork(length), self._stream)
+
+    def truncate(self, length: int) -> None:
+        """Drops the slots of tokens from `length` on, cached and committed ones too; `extend` gives new ones.
+
+        What was published stays published. Where `length` ends inside a block that others may read, its first rows are
+        copied on the device to a block of this lease's own.
+
+        Raises:
+            ValueError: the lease is shorter already.
+            PoolExhausted: the pool has no block left for the copy; the lease is as it was.
+        """
+        self._hand_on()
+        self._core.truncate(length)
+        self.cached_tokens = self._core.cached_tokens
 
     def commit(self, token_ids: TokenIds) -> int:
         """Publishes the K/V of `token_ids`: the whole sequence from its first token, as far as it was computed.
@@ -211,6 +238,54 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"Lease(cached_tokens={self.cached_tokens}{', released' if self._core.released else ''})"
+
+
+class Pin:
+    """Keeps what is cached of a prompt from being evicted, until `release`. A context manager, which releases."""
+
+    __slots__ = ("_core", "cached_tokens")
+
+    def __init__(self, core: _core.Lease) -> None:
+        self._core = core
+        #: Tokens ``[0, cached_tokens)`` of the prompt are pinned.
+        self.cached_tokens: int = core.cached_tokens
+
+    def release(self) -> None:
+        """Lets them be evicted again.
+
+        Raises:
+            LeaseReleased: they were released before.
+        """
+        self._core.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if not self._core.released:
+            self._core.release()
+
+    def __repr__(self) -> str:
+        return f"Pin(cached_tokens={self.cached_tokens}{', released' if self._core.released else ''})"
+
+
+class Batch(NamedTuple):
+    """The leases of one batch. Rows share what an earlier row computes, in the forward that they are for.
+
+    In each layer of that forward every row's writes come before any row's reads. Until it is done, the leases stand and
+    fall together: none of them may be truncated, forked or committed, and if it fails, all are released.
+
+    New tokens are numbered as they lie packed: tokens ``[starts[r], length of prompt r)``, row after row.
+    """
+
+    #: One a prompt. ``cached_tokens`` of each counts what was cached, not what another row computes.
+    leases: list[Lease]
+    #: int64 ``[rows]``: tokens of each row that it does not compute.
+    starts: npt.NDArray[np.int64]
+    #: int64 ``[n]``: the K/V of new token ``copy_sources[i]`` ...
+    copy_sources: npt.NDArray[np.int64]
+    #: int64 ``[n]``: ... are to be written to slot ``copy_slots[i]`` too, besides its own.
+    copy_slots: npt.NDArray[np.int64]
 
 
 class PromptCache:
@@ -389,6 +464,19 @@ class PromptCache:
         ids = _ids(token_ids)
         handle, torchs = self._enqueue_on(stream)
         return Lease(self._core.acquire(root, ids, limit, handle), torchs)
+
+    def _acquire_batch(
+        self, root: bytes, prompts: Sequence[TokenIds], limits: Sequence[int], stream: int | None = None
+    ) -> Batch:
+        """Leases for the prompts of one batch, all or none; `limits`: most tokens of each that need not be computed."""
+        ids = [_ids(prompt) for prompt in prompts]
+        handle, torchs = self._enqueue_on(stream)
+        cores, starts, sources, slots = self._core.acquire_batch(root, ids, limits, handle)
+        return Batch([Lease(core, torchs) for core in cores], starts, sources, slots)
+
+    def pin(self, token_ids: TokenIds, salt: str | bytes | None = None) -> Pin:
+        """Keeps the longest cached prefix of a prompt from being evicted, until the pin is released or dropped."""
+        return Pin(self._core.pin(self._root(salt), _ids(token_ids)))
 
     def _enqueue_on(self, stream: int | None) -> tuple[int, QueuedStream | None]:
         """Handle of the stream to enqueue on, by default torch's, which is handed on either way; and torch's stream."""

@@ -1,9 +1,15 @@
 #include "cache/block_pool.h"
 
+#include <algorithm>
+
 namespace npc {
 
 BlockPool::BlockPool(BlockId block_count)
-    : state_(block_count, BlockState::kPadding), free_next_(block_count, 0), free_prev_(block_count, 0) {
+    : state_(block_count, BlockState::kPadding),
+      users_(block_count, 0),
+      last_use_(block_count, 0),
+      free_next_(block_count, 0),
+      free_prev_(block_count, 0) {
   counts_[static_cast<size_t>(BlockState::kPadding)] = block_count;
   for (BlockId block = 1; block < block_count; ++block) {
     set_state(block, BlockState::kFree);
@@ -20,6 +26,8 @@ bool BlockPool::allocate(size_t count, BlockId after, std::vector<BlockId>& out)
     BlockId block = adjacent ? static_cast<BlockId>(successor) : free_next_[0];
     unlink_free(block);
     set_state(block, BlockState::kLeased);
+    users_[block] = 1;
+    last_use_[block] = 0;
     out.push_back(block);
     after = block;
   }
@@ -28,7 +36,13 @@ bool BlockPool::allocate(size_t count, BlockId after, std::vector<BlockId>& out)
 
 void BlockPool::publish(BlockId block) { set_state(block, BlockState::kCached); }
 
+void BlockPool::drop(BlockId block, Ticket last_use) {
+  last_use_[block] = std::max(last_use_[block], last_use);
+  if (--users_[block] == 0 && state_[block] == BlockState::kLeased) retire(block, last_use);
+}
+
 void BlockPool::retire(BlockId block, Ticket last_use) {
+  last_use = std::max(last_use, last_use_[block]);
   if (last_use <= passed_) {
     set_state(block, BlockState::kFree);
     link_free(block);
@@ -75,6 +89,12 @@ void BlockPool::check_integrity() const {
   if (counted != counts_) throw IntegrityError("block counts by state differ from the states");
   if (state_[0] != BlockState::kPadding || counts_[static_cast<size_t>(BlockState::kPadding)] != 1)
     throw IntegrityError("block 0 is not the one padding block");
+  for (size_t block = 0; block < state_.size(); ++block) {
+    bool is_leased = state_[block] == BlockState::kLeased, is_cached = state_[block] == BlockState::kCached;
+    if (users_[block] < (is_leased ? 1 : 0) || (users_[block] > 0 && !is_leased && !is_cached))
+      throw IntegrityError("block " + std::to_string(block) + " has " + std::to_string(users_[block]) +
+                           " users");
+  }
   size_t free = 0;
   for (BlockId block = free_next_[0]; block != 0; block = free_next_[block]) {
     if (state_[block] != BlockState::kFree || free_prev_[free_next_[block]] != block)

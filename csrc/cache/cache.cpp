@@ -5,13 +5,6 @@
 #include <utility>
 
 namespace npc {
-namespace {
-
-size_t blocks_for(int64_t tokens, int32_t block_size) {
-  return static_cast<size_t>((tokens + block_size - 1) / block_size);
-}
-
-}  // namespace
 
 Cache::Cache(const CacheOptions& options)
     : options_(options), pool_(options.block_count), tree_(options.block_size, options.priority_bits) {}
@@ -38,80 +31,6 @@ LookedUp Cache::lookup(std::string_view name_space, const Token* tokens, int64_t
   return result;
 }
 
-Acquired Cache::acquire(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit,
-                        Ticket newest, StreamId stream, bool counted) {
-  std::lock_guard lock(mutex_);
-  check_open();
-  size_t table_blocks = blocks_for(count, options_.block_size);
-  auto lease = std::unique_ptr<Lease>(new Lease);
-  lease->blocks.reserve(table_blocks);
-  leases_.reserve(leases_.size() + 1);
-
-  Root* root = tree_.get_root(name_space);
-  PathMatch match = tree_.match(root, tokens, limit);
-  for (Entry* entry : match.path) {
-    tree_.pin(entry);
-    lease->blocks.push_back(entry->block);
-  }
-  tree_.pin(root);
-  if (match.tail.entry != nullptr) tree_.pin(match.tail.entry);
-  auto unpin_all = [&] {
-    if (match.tail.entry != nullptr) tree_.unpin(match.tail.entry);
-    for (auto entry = match.path.rbegin(); entry != match.path.rend(); ++entry) tree_.unpin(*entry);
-    tree_.unpin(root);
-    tree_.drop_root_if_unused(root);
-  };
-
-  Acquired result;
-  try {
-    size_t own_blocks = table_blocks - match.path.size();
-    lease->known.assign(tokens + match.path.size() * options_.block_size, tokens + count);
-    lease->held.reserve(1);
-    if (match.tail.entry != nullptr && room_possible() < own_blocks) {
-      // The part to copy from may be the very entry that must go: rather compute those tokens again than
-      // fail.
-      tree_.unpin(match.tail.entry);
-      match.tokens -= match.tail.tokens;
-      match.tail = Found{};
-    }
-    if (!make_room(own_blocks)) {
-      if (pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) < own_blocks)
-        throw PoolExhausted(room_message("a request", own_blocks));
-      unpin_all();
-      result.wait_for = newest;
-      return result;
-    }
-    BlockId after = lease->blocks.empty() ? 0 : lease->blocks.back();
-    pool_.allocate(own_blocks, after, lease->blocks);
-  } catch (...) {
-    unpin_all();
-    throw;
-  }
-
-  if (match.tail.entry != nullptr) {
-    BlockId own = lease->blocks[match.path.size()];
-    result.copy = RowCopy{match.tail.entry->block, own, match.tail.tokens};
-  }
-  auto read = [&](const Entry* entry) {
-    if (entry->writer != stream) result.written = std::max(result.written, entry->written);
-  };
-  std::for_each(match.path.begin(), match.path.end(), read);
-  if (match.tail.entry != nullptr) read(match.tail.entry);
-  lease->root = root;
-  lease->path = std::move(match.path);
-  if (match.tail.entry != nullptr) lease->held.push_back(match.tail.entry);
-  lease->cached = match.tokens;
-  lease->length = count;
-  if (counted) {
-    count_lookup(count, lease->cached);
-    counters_.computed_tokens += count - lease->cached;
-  }
-  result.cached_tokens = lease->cached;
-  result.lease = lease.release();
-  leases_.insert(result.lease);
-  return result;
-}
-
 std::optional<Ticket> Cache::extend(Lease* lease, int64_t count, Ticket newest) {
   std::lock_guard lock(mutex_);
   check_open();
@@ -119,13 +38,9 @@ std::optional<Ticket> Cache::extend(Lease* lease, int64_t count, Ticket newest) 
   if (count > usable_tokens)
     throw PoolExhausted("the pool cannot hold " + std::to_string(count) + " tokens more: all of it holds " +
                         std::to_string(usable_tokens));
-  size_t wanted = blocks_for(lease->length + count, options_.block_size) - lease->blocks.size();
+  size_t wanted = blocks_for(lease->length + count) - lease->blocks.size();
   lease->blocks.reserve(lease->blocks.size() + wanted);
-  if (!make_room(wanted)) {
-    if (pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) < wanted)
-      throw PoolExhausted(room_message("extending a request", wanted));
-    return newest;
-  }
+  if (!make_room(wanted, "extending a request")) return newest;
   pool_.allocate(wanted, lease->blocks.empty() ? 0 : lease->blocks.back(), lease->blocks);
   lease->length += count;
   return std::nullopt;
@@ -155,20 +70,42 @@ void Cache::check_commit(const Lease* lease, const Token* tokens, int64_t count)
     first += options_.block_size;
   }
   differ(first, lease->known.data(), static_cast<int64_t>(lease->known.size()));
+  if (lease->tail != nullptr) differ(first, lease->tail->tokens.get(), lease->tail->token_count);
 }
 
-// Publishes the next `count` tokens of the lease (one block's, or the part there is of the last one).
-int64_t Cache::publish_block(Lease* lease, const Token* tokens, int32_t count, Ticket written,
-                             StreamId stream) {
+// The other leases that have block `index` of this one in their tables too.
+std::vector<Lease*> Cache::sharers_of(const Lease* lease, size_t index) const {
+  std::vector<Lease*> sharers;
+  if (index >= lease->blocks.size() || pool_.users(lease->blocks[index]) < 2) return sharers;
+  for (Lease* other : leases_) {
+    if (other != lease && index < other->blocks.size() && other->blocks[index] == lease->blocks[index])
+      sharers.push_back(other);
+  }
+  return sharers;
+}
+
+// Publishes the next `count` tokens of the lease (one block's, or the part there is of the last one), for
+// itself and for those of `sharers` that have the block too.
+int64_t Cache::publish_block(Lease* lease, const std::vector<Lease*>& sharers, const Token* tokens,
+                             int32_t count, Ticket written, StreamId stream) {
   size_t index = lease->path.size();
+  BlockId block = lease->blocks[index];
   Entry* parent = index == 0 ? lease->root : lease->path.back();
+  auto each = [&](auto&& act) {
+    for (Lease* sharer : sharers) {
+      if (index < sharer->blocks.size() && sharer->blocks[index] == block) act(sharer);
+    }
+    act(lease);
+  };
   bool full = count == options_.block_size;
   Found found = tree_.find_child(parent, tokens, count);
   if (found.tokens == count) {  // there already, by another request or by an earlier commit
     if (!full) return 0;
-    tree_.pin(found.entry);
-    lease->path.push_back(found.entry);
-    if (Entry* tail = std::exchange(lease->tail, nullptr)) lease->held.push_back(tail);
+    each([&](Lease* user) {
+      tree_.pin(found.entry);
+      user->path.push_back(found.entry);
+      if (Entry* tail = std::exchange(user->tail, nullptr)) user->held.push_back({tail, index});
+    });
     return 0;
   }
   Entry* entry = lease->tail;
@@ -176,14 +113,22 @@ int64_t Cache::publish_block(Lease* lease, const Token* tokens, int32_t count, T
   if (entry != nullptr) {
     tree_.lengthen(entry, tokens, count);
   } else {
-    entry = tree_.insert(parent, tokens, count, lease->blocks[index]);
-    pool_.publish(entry->block);
+    entry = tree_.insert(parent, tokens, count, block);  // pinned, for this lease
+    pool_.publish(block);
     counters_.committed_blocks += 1;
+    each([&](Lease* user) {
+      if (user != lease) tree_.pin(entry);
+      user->tail = entry;
+    });
   }
   entry->written = written;
   entry->writer = stream;
-  if (full) lease->path.push_back(entry);
-  lease->tail = full ? nullptr : entry;
+  if (full) {
+    each([&](Lease* user) {
+      user->path.push_back(entry);
+      user->tail = nullptr;
+    });
+  }
   return news;
 }
 
@@ -192,22 +137,32 @@ int64_t Cache::commit(Lease* lease, const Token* tokens, int64_t count, Ticket w
   check_open();
   check_commit(lease, tokens, count);
   const int64_t block_size = options_.block_size;
-  int64_t start = static_cast<int64_t>(lease->path.size()) * block_size;
-  std::vector<Token>
-      known;  // of what will remain below the path's end; made first, so that nothing can throw between
-  int64_t new_start = count / block_size * block_size;
+  const int64_t start = static_cast<int64_t>(lease->path.size()) * block_size;
+  const int64_t new_start = std::max(start, count / block_size * block_size);
+  // All that can throw comes first: what will be known of the tokens below the path's new end, and room.
+  std::vector<Token> known;
   if (count >= start + static_cast<int64_t>(lease->known.size())) {
-    known.assign(tokens + new_start, tokens + count);
+    if (count > new_start) known.assign(tokens + new_start, tokens + count);
   } else {
     known.assign(lease->known.begin() + (new_start - start), lease->known.end());
   }
-  lease->path.reserve(static_cast<size_t>(count / block_size));
-  lease->held.reserve(lease->held.size() + 1);
+  std::vector<Lease*> sharers = start < count ? sharers_of(lease, lease->path.size()) : std::vector<Lease*>();
+  auto reserve = [&](Lease* user) {
+    user->path.reserve(static_cast<size_t>(count / block_size));
+    user->held.reserve(user->held.size() + 1);
+  };
+  reserve(lease);
+  std::for_each(sharers.begin(), sharers.end(), reserve);
 
   int64_t news = 0;
   for (int64_t at = start; at < count; at += block_size) {
-    news += publish_block(lease, tokens + at, static_cast<int32_t>(std::min(block_size, count - at)), written,
-                          stream);
+    news += publish_block(lease, sharers, tokens + at, static_cast<int32_t>(std::min(block_size, count - at)),
+                          written, stream);
+  }
+  for (Lease* sharer : sharers) {
+    size_t taken = sharer->path.size() * block_size - start;
+    auto first = sharer->known.begin();
+    sharer->known.erase(first, first + static_cast<int64_t>(std::min(sharer->known.size(), taken)));
   }
   lease->known = std::move(known);
   lease->committed = count;
@@ -219,19 +174,9 @@ void Cache::release(Lease* lease, Ticket last_use) {
   std::lock_guard lock(mutex_);
   leases_.erase(lease);
   std::unique_ptr<Lease> owned(lease);
-  for (BlockId block : lease->blocks) {
-    if (pool_.state(block) == BlockState::kLeased) pool_.retire(block, last_use);
-  }
-  if (lease->tail != nullptr) lease->held.push_back(lease->tail);
-  for (Entry* part : lease->held) {
-    part->last_use = std::max(part->last_use, last_use);
-    tree_.unpin(part);
-    drop_if_covered(part);
-  }
-  for (auto entry = lease->path.rbegin(); entry != lease->path.rend(); ++entry) {
-    (*entry)->last_use = std::max((*entry)->last_use, last_use);
-    tree_.unpin(*entry);
-  }
+  for (size_t i = lease->borrowed; i < lease->blocks.size(); ++i) pool_.drop(lease->blocks[i], last_use);
+  if (lease->spare != 0) pool_.drop(lease->spare, last_use);
+  unpin_from(lease, 0, 0, last_use);
   tree_.unpin(lease->root);
   tree_.drop_root_if_unused(lease->root);
   enforce_watermark();
@@ -286,16 +231,17 @@ void Cache::count_lookup(int64_t tokens, int64_t hit_tokens) {
   counters_.hit_tokens += hit_tokens;
 }
 
-// Evicts until `blocks` are free; false where that is not to be had now. Evicts nothing where it cannot be
-// had at all, so that a request that is too large costs nobody their entries.
-bool Cache::make_room(size_t blocks) {
-  size_t possible =
-      pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) + tree_.unpinned_count();
-  if (possible < blocks) return false;
-  while (pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) < blocks) evict_oldest();
+// Evicts until `blocks` are free; false where they are all to be had, but only once fenced ones have passed.
+// Throws PoolExhausted and evicts nothing where they cannot be had at all, so that a request that is too
+// large costs nobody their entries.
+bool Cache::make_room(size_t blocks, const char* what) {
+  auto without_eviction = [&] { return pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced); };
+  if (room_possible() < blocks) throw PoolExhausted(room_message(what, blocks));
+  while (without_eviction() < blocks) evict_oldest();
   return pool_.count(BlockState::kFree) >= blocks;
 }
 
+// Every block of an unpinned entry can be had: who reads a cached block has its entry pinned.
 size_t Cache::room_possible() const {
   return pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) + tree_.unpinned_count();
 }
@@ -355,37 +301,6 @@ CacheStats Cache::stats() const {
 std::vector<std::vector<Token>> Cache::eviction_order() const {
   std::lock_guard lock(mutex_);
   return tree_.eviction_order();
-}
-
-void Cache::check_integrity() const {
-  std::lock_guard lock(mutex_);
-  pool_.check_integrity();
-  std::unordered_map<const Entry*, int32_t> pins;
-  std::vector<char> owned(options_.block_count, 0);
-  size_t leased = 0;
-  for (const Lease* lease : leases_) {
-    ++pins[lease->root];
-    for (const Entry* entry : lease->path) ++pins[entry];
-    for (const Entry* entry : lease->held) ++pins[entry];
-    if (lease->tail != nullptr) ++pins[lease->tail];
-    if (lease->blocks.size() != blocks_for(lease->length, options_.block_size))
-      throw IntegrityError("a lease's block table does not fit its length");
-    for (BlockId block : lease->blocks) {
-      if (pool_.state(block) != BlockState::kLeased) continue;
-      if (owned[block]++) throw IntegrityError("block " + std::to_string(block) + " is leased twice");
-      ++leased;
-    }
-  }
-  if (leased != pool_.count(BlockState::kLeased))
-    throw IntegrityError("leased blocks differ from the leases'");
-  std::vector<BlockId> cached;
-  tree_.check_integrity(pins, cached);
-  for (BlockId block : cached) {
-    if (pool_.state(block) != BlockState::kCached || owned[block]++)
-      throw IntegrityError("block " + std::to_string(block) + " is not the block of exactly one entry");
-  }
-  if (cached.size() != pool_.count(BlockState::kCached))
-    throw IntegrityError("cached blocks differ from the entries");
 }
 
 }  // namespace npc

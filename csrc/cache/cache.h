@@ -8,10 +8,16 @@
 //   - tickets (types.h) come from the caller, who takes one after it has enqueued its last use of a lease's
 //   blocks
 //
-// A request's life: acquire -> (extend)* -> (commit)* -> release. A lease reads tokens [0, cached) from
-// pinned entries and writes [cached, length) into blocks of its own. Where the cached tokens end inside a
-// block, the first of its own blocks must begin with a copy of that block's first rows: Acquired::copy says
-// so.
+// A request's life: acquire -> (extend | commit | truncate | fork)* -> release. A lease reads tokens [0,
+// cached) from pinned entries and writes [cached, length) into blocks of its own. Where the cached tokens end
+// inside a block, the first of its own blocks must begin with a copy of that block's first rows:
+// Acquired::copy says so.
+//
+// Leases may share blocks that are not published: a fork shares those of its parent, a row of a batch those
+// that an earlier row will compute. Only whole blocks are shared, so that no sharer has anything left to
+// write there, and where one lease has block i in common with another, it has all blocks before it. So when
+// one of them publishes a shared block, all of them take the entry on their paths: whoever reads a cached
+// block has its entry pinned, always.
 #pragma once
 
 #include <cstddef>
@@ -69,25 +75,52 @@ class Lease {
   friend class Cache;
   Lease() = default;
 
+  // An entry off the path that is pinned nevertheless: its block is read (a copy's source) or in `blocks`.
+  struct Held {
+    Entry* entry;
+    size_t index;  // of the block it stands for; its parent is path[index - 1]
+  };
+
   Root* root = nullptr;      // pinned
   std::vector<Entry*> path;  // pinned: full entries, found at acquire or published since
-  std::vector<Entry*>
-      held;               // pinned: off the path, but their blocks are read (a copy's source) or in `blocks`
-  Entry* tail = nullptr;  // pinned: the part of a block published last; only this lease may lengthen it
-  std::vector<BlockId>
-      blocks;  // the block table of [0, length); a block is this lease's own while it is kLeased
+  std::vector<Held> held;
+  Entry* tail = nullptr;  // pinned: the part of block path.size() that is published; only this lease, and
+                          // those that share the block, may lengthen it
+  std::vector<BlockId> blocks;  // the block table of [0, length)
+  size_t borrowed = 0;  // blocks[0, borrowed) are path[0, borrowed)'s; the others are this lease's own, and
+                        // count it among their users
+  BlockId spare = 0;    // own too, not in the table: takes the rows that a truncation copies; 0 for none
   std::vector<Token> known;  // the request's tokens from path.size() * block_size on, as far as known
   int64_t cached = 0;        // tokens found at acquire
   int64_t length = 0;        // tokens there are slots for
   int64_t committed = 0;     // tokens the longest commit covered
 };
 
+// A request for a lease, alone or as a row of a batch: `count` >= 1 tokens, of which at most `limit` need not
+// be computed, 0 <= limit < count.
+struct Prompt {
+  const Token* tokens = nullptr;
+  int64_t count = 0;
+  int64_t limit = 0;
+};
+
 struct Acquired {
-  Lease* lease = nullptr;  // null: try again once ticket `wait_for` has passed
-  int64_t cached_tokens = 0;
+  Lease* lease = nullptr;
+  int64_t cached_tokens = 0;  // in its blocks, once `copy` is done
+  int64_t start =
+      0;  // tokens that it need not compute: the cached ones, or those that an earlier row computes too
   std::optional<RowCopy> copy;
+};
+
+struct AcquiredBatch {
+  std::vector<Acquired> rows;  // in the order of the prompts, and to be copied in it; empty: try again once
+                               // ticket `wait_for` has passed
   Ticket wait_for = 0;
   Ticket written = 0;  // wait for this ticket before reading what was found: another stream writes it
+  // What row r takes from an earlier row but cannot share, in a block of its own: K/V of new token
+  // copy_sources[i] are to be written to slot copy_slots[i] too. New tokens [start, count) of all rows are
+  // numbered from 0, row after row.
+  std::vector<int64_t> copy_sources, copy_slots;
 };
 
 struct LookedUp {
@@ -103,12 +136,21 @@ class Cache {
   // What of the prompt is cached. Pins nothing: entries may go with the next call.
   LookedUp lookup(std::string_view name_space, const Token* tokens, int64_t count, bool counted = true);
 
-  // A lease for a prompt of `count` >= 1 tokens. At most `limit` of them are taken from the cache, 0 <= limit
-  // < count. Throws PoolExhausted where not even evicting everything else would make room. `newest` is the
-  // newest ticket handed out: when it has passed, all blocks that are fenced now are free. The request will
-  // read on `stream`. `counted` = false leaves the hit statistics alone.
-  Acquired acquire(std::string_view name_space, const Token* tokens, int64_t count, int64_t limit,
-                   Ticket newest, StreamId stream = nullptr, bool counted = true);
+  // Leases for the prompts of one batch, or for one alone; all or none. Each takes the longer of what is
+  // cached and what it shares with an earlier row, whose blocks it then shares although they are not computed
+  // yet: until they are, the leases stand and fall together. Throws PoolExhausted where not even evicting
+  // everything else would make room. `newest` is the newest ticket handed out: when it has passed, all blocks
+  // that are fenced now are free. The requests will read on `stream`. `counted` = false leaves the hit
+  // statistics alone.
+  AcquiredBatch acquire(std::string_view name_space, const std::vector<Prompt>& prompts, Ticket newest,
+                        StreamId stream = nullptr, bool counted = true);
+
+  // A lease of no length that pins what of the prompt is cached.
+  Acquired pin(std::string_view name_space, const Token* tokens, int64_t count);
+
+  // One lease that has tokens [0, length) of another, 0 <= length <= its length: shares the whole blocks, and
+  // begins a block of its own with a copy of the rest. To be used on the same stream.
+  AcquiredBatch fork(const Lease* parent, int64_t length, Ticket newest);
 
   // Slots for `count` more tokens. Returns nothing when done; else the ticket to wait for before the next
   // try.
@@ -119,6 +161,16 @@ class Cache {
   // before. Returns the number of tokens that were not cached before.
   int64_t commit(Lease* lease, const Token* tokens, int64_t count, Ticket written = 0,
                  StreamId stream = nullptr);
+
+  // Tokens from `length` on are to be written anew, 0 <= length <= the lease's. In two steps. The first
+  // changes nothing but for a spare block, where rows must be copied because others may read the block they
+  // are in: `copy` says so. Returns nothing when done; else the ticket to wait for before the next try.
+  std::optional<Ticket> prepare_truncate(Lease* lease, int64_t length, Ticket newest,
+                                         std::optional<RowCopy>& copy);
+  // The second: the lease is as short as prepared. What it gives back may be read until `last_use`.
+  void truncate(Lease* lease, int64_t length, Ticket last_use);
+  // Or, where the copy failed: the lease is as it was before.
+  void cancel_truncate(Lease* lease, Ticket last_use);
 
   // Ends the lease and deletes it; what it did not commit is lost. Its blocks may be read until `last_use`.
   void release(Lease* lease, Ticket last_use);
@@ -138,16 +190,33 @@ class Cache {
   void check_integrity() const;
 
  private:
+  size_t blocks_for(int64_t tokens) const {
+    return static_cast<size_t>((tokens + options_.block_size - 1) / options_.block_size);
+  }
+  struct Plan;
+  void plan_rows(Plan& plan, const std::vector<Prompt>& prompts, bool with_parts);
+  void plan_row(Plan& plan, const Prompt& prompt, size_t shared_with, int64_t shared_tokens, bool with_parts);
+  void cancel(Plan& plan);
+  void give_blocks(Plan& plan, size_t number, StreamId stream, AcquiredBatch& batch);
+  void share_blocks(const Lease* from, size_t count, Lease* to);
+  static void check_inside(const Lease* lease, int64_t length, const char* what);
   void count_lookup(int64_t tokens, int64_t hit_tokens);
-  bool make_room(size_t blocks);
   size_t room_possible() const;
+  bool make_room(size_t blocks, const char* what);
+  bool is_writable(const Lease* lease, int64_t length) const;
+  std::vector<Token> known_until(const Lease* lease, int64_t length) const;
+  void pin_all(const Lease* lease);
+  void unpin_from(Lease* lease, size_t path_from, size_t off_path_from, Ticket last_use);
+  std::vector<Lease*> sharers_of(const Lease* lease, size_t index) const;
   void enforce_watermark();
   void evict_oldest();
   void drop_if_covered(Entry* entry);
   void check_open() const;
   void check_commit(const Lease* lease, const Token* tokens, int64_t count) const;
-  int64_t publish_block(Lease* lease, const Token* tokens, int32_t count, Ticket written, StreamId stream);
+  int64_t publish_block(Lease* lease, const std::vector<Lease*>& sharers, const Token* tokens, int32_t count,
+                        Ticket written, StreamId stream);
   std::string room_message(const char* what, size_t wanted_blocks) const;
+  void check_table(const Lease* lease, std::vector<int32_t>& users) const;
 
   const CacheOptions options_;
   mutable std::mutex mutex_;

@@ -1,22 +1,15 @@
 #include "cache/prefix_tree.h"
 
 #include <algorithm>
-#include <cstring>
+
+#include "cache/tokens.h"
 
 namespace npc {
 namespace {
 
-int32_t common_prefix(const Token* a, const Token* b, int32_t count) {
-  constexpr int32_t kChunk = 16;
-  int32_t i = 0;
-  while (i + kChunk <= count && std::memcmp(a + i, b + i, kChunk * sizeof(Token)) == 0) i += kChunk;
-  while (i < count && a[i] == b[i]) ++i;
-  return i;
-}
-
 // Order of siblings: lexicographic, a proper prefix first. Siblings are never equal.
 bool less_tokens(const Entry* a, const Token* tokens, int32_t count) {
-  int32_t common = common_prefix(a->tokens.get(), tokens, std::min(a->token_count, count));
+  int64_t common = common_prefix(a->tokens.get(), tokens, std::min(a->token_count, count));
   if (common == std::min(a->token_count, count)) return a->token_count < count;
   return a->tokens[common] < tokens[common];
 }
@@ -110,7 +103,7 @@ Found PrefixTree::find_child(const Entry* parent, const Token* tokens, int32_t c
   Found best;
   for (Entry* child = parent->children; child != nullptr;) {
     int32_t limit = std::min(child->token_count, count);
-    int32_t common = common_prefix(child->tokens.get(), tokens, limit);
+    auto common = static_cast<int32_t>(common_prefix(child->tokens.get(), tokens, limit));
     if (common > best.tokens) best = {child, common};
     if (common == count) break;
     bool child_is_less = common == child->token_count || child->tokens[common] < tokens[common];

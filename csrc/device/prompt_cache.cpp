@@ -1,5 +1,6 @@
 #include "device/prompt_cache.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace npc::device {
@@ -61,49 +62,80 @@ LookedUp PromptCache::lookup(std::string_view name_space, const Token* tokens, i
   return cache_->lookup(name_space, tokens, count, true);
 }
 
-// A lease whose cached part may be read on `on`, but for the rows that are still to be copied.
-std::shared_ptr<LeaseHandle> PromptCache::lease(std::string_view name_space, const Token* tokens,
-                                                int64_t count, int64_t limit, acl::Stream on, bool counted,
-                                                std::optional<RowCopy>& copy) {
+// Handles for what `try_once` lends, as soon as it does: it returns no rows where it must wait for a ticket.
+template <typename Lend>
+AcquiredBatch PromptCache::lend(acl::Stream on, std::vector<std::shared_ptr<LeaseHandle>>& handles,
+                                Lend&& try_once) {
   for (;;) {
     pass_fences();
-    Acquired acquired = cache_->acquire(name_space, tokens, count, limit, fences_->newest(), on, counted);
-    if (acquired.lease == nullptr) {
-      fences_->wait(acquired.wait_for);
+    AcquiredBatch batch = try_once();
+    if (batch.rows.empty()) {
+      fences_->wait(batch.wait_for);
       continue;
     }
-    // From here on the handle releases, whatever happens: after the copies that were enqueued (P5, P6).
-    auto handle =
-        std::make_shared<LeaseHandle>(shared_from_this(), acquired.lease, on, acquired.cached_tokens);
-    if (acquired.written != 0) fences_->wait(acquired.written);
-    copy = acquired.copy;
-    return handle;
+    // From here on the handles release, whatever happens: after the copies that were enqueued (P5, P6).
+    for (const Acquired& row : batch.rows)
+      handles.push_back(std::make_shared<LeaseHandle>(shared_from_this(), row.lease, on, row.cached_tokens));
+    return batch;
   }
+}
+
+// Leases whose cached parts may be read on `on`, but for the rows that are still to be copied.
+AcquiredBatch PromptCache::lease(std::string_view name_space, const std::vector<Prompt>& prompts,
+                                 acl::Stream on, bool counted,
+                                 std::vector<std::shared_ptr<LeaseHandle>>& handles) {
+  AcquiredBatch batch =
+      lend(on, handles, [&] { return cache_->acquire(name_space, prompts, fences_->newest(), on, counted); });
+  if (batch.written != 0) fences_->wait(batch.written);
+  return batch;
+}
+
+void PromptCache::copy_rows(const AcquiredBatch& batch, acl::Stream on) {
+  bool any = false;
+  for (const Acquired& row : batch.rows) {
+    if (!row.copy) continue;
+    region()->copy_rows(*row.copy, on);
+    any = true;
+  }
+  if (any && on == own_stream_) synchronize_own_stream();
 }
 
 std::shared_ptr<LeaseHandle> PromptCache::acquire(std::string_view name_space, const Token* tokens,
                                                   int64_t count, int64_t limit, acl::Stream stream) {
-  std::shared_ptr<Region> region = this->region();
-  acl::Stream on = stream != nullptr ? stream : own_stream_;
-  std::optional<RowCopy> copy;
-  auto handle = lease(name_space, tokens, count, limit, on, true, copy);
-  if (copy) {
-    region->copy_rows(*copy, on);
-    if (stream == nullptr) synchronize_own_stream();
-  }
-  return handle;
+  return acquire(name_space, {{tokens, count, limit}}, stream).leases[0];
+}
+
+Batch PromptCache::acquire(std::string_view name_space, const std::vector<Prompt>& prompts,
+                           acl::Stream stream) {
+  check_usable();
+  acl::Stream on = or_own(stream);
+  Batch result;
+  AcquiredBatch batch = lease(name_space, prompts, on, true, result.leases);
+  copy_rows(batch, on);
+  for (const Acquired& row : batch.rows) result.starts.push_back(row.start);
+  result.copy_sources = std::move(batch.copy_sources);
+  result.copy_slots = std::move(batch.copy_slots);
+  return result;
+}
+
+std::shared_ptr<LeaseHandle> PromptCache::pin(std::string_view name_space, const Token* tokens,
+                                              int64_t count) {
+  check_usable();
+  Acquired pinned = cache_->pin(name_space, tokens, count);
+  return std::make_shared<LeaseHandle>(shared_from_this(), pinned.lease, own_stream_, pinned.cached_tokens);
 }
 
 int64_t PromptCache::insert(std::string_view name_space, const Token* tokens, int64_t count,
                             const std::vector<Source>& sources, acl::Stream stream) {
   std::shared_ptr<Region> region = this->region();
-  acl::Stream on = stream != nullptr ? stream : own_stream_;
+  acl::Stream on = or_own(stream);
   if (cache_->lookup(name_space, tokens, count, false).cached_tokens == count) return 0;
-  std::optional<RowCopy> copy;
-  auto handle = lease(name_space, tokens, count, count - 1, on, false, copy);
-  int64_t cached = handle->cached_tokens();
+  std::vector<std::shared_ptr<LeaseHandle>> handles;
+  AcquiredBatch batch = lease(name_space, {{tokens, count, count - 1}}, on, false, handles);
+  const std::shared_ptr<LeaseHandle>& handle = handles[0];
+  int64_t cached = batch.rows[0].cached_tokens;
   try {
-    if (copy) region->copy_rows(*copy, on);
+    if (batch.rows[0].copy) region->copy_rows(*batch.rows[0].copy, on);
     std::vector<Source> rest = sources;
     for (size_t p = 0; p < rest.size(); ++p) {
       rest[p].data = static_cast<const char*>(rest[p].data) +
@@ -135,6 +167,26 @@ void PromptCache::extend(Lease* lease, int64_t count) {
     if (!ticket) return;
     fences_->wait(*ticket);
   }
+}
+
+void PromptCache::truncate(Lease* lease, int64_t length, acl::Stream on) {
+  std::shared_ptr<Region> region = this->region();
+  std::optional<RowCopy> copy;
+  for (;;) {
+    pass_fences();
+    std::optional<Ticket> ticket = cache_->prepare_truncate(lease, length, fences_->newest(), copy);
+    if (!ticket) break;
+    fences_->wait(*ticket);
+  }
+  try {
+    if (copy) region->copy_rows(*copy, on);
+    if (copy && on == own_stream_) synchronize_own_stream();
+  } catch (...) {
+    cache_->cancel_truncate(lease, fences_->take(on));
+    throw;
+  }
+  cache_->truncate(lease, length, fences_->take(on));
+  pass_fences();
 }
 
 void PromptCache::release(Lease* lease, acl::Stream stream) {
@@ -233,6 +285,22 @@ int64_t LeaseHandle::commit(const Token* tokens, int64_t count) {
   int64_t news = cache_->cache_->commit(lease, tokens, count, written, stream_);
   cache_->pass_fences();
   return news;
+}
+
+std::shared_ptr<LeaseHandle> LeaseHandle::fork(int64_t length) {
+  auto held = lock();
+  Lease* lease = live();
+  std::vector<std::shared_ptr<LeaseHandle>> handles;
+  AcquiredBatch batch = cache_->lend(
+      stream_, handles, [&] { return cache_->cache_->fork(lease, length, cache_->fences_->newest()); });
+  cache_->copy_rows(batch, stream_);
+  return handles[0];
+}
+
+void LeaseHandle::truncate(int64_t length) {
+  auto held = lock();
+  cache_->truncate(live(), length, stream_);
+  cached_tokens_ = std::min(cached_tokens_.load(), length);
 }
 
 void LeaseHandle::release() {

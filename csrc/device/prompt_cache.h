@@ -8,6 +8,7 @@
 //     On a caller's stream it is only enqueued: the caller computes on that stream, so the order is right
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -43,12 +44,15 @@ class LeaseHandle {
   LeaseHandle(const LeaseHandle&) = delete;
   LeaseHandle& operator=(const LeaseHandle&) = delete;
 
-  int64_t cached_tokens() const { return cached_tokens_; }
+  int64_t cached_tokens() const { return cached_tokens_; }  // found at acquire, and not truncated
   int64_t length() const;
   std::vector<BlockId> block_table() const;
   std::vector<int64_t> slots(int64_t start, int64_t stop) const;
   void extend(int64_t count);
   int64_t commit(const Token* tokens, int64_t count);
+  // Another lease that begins with tokens [0, length) of this one, on the same stream.
+  std::shared_ptr<LeaseHandle> fork(int64_t length);
+  void truncate(int64_t length);
   void release();  // a second call throws LeaseReleased
   bool released() const;
 
@@ -60,7 +64,14 @@ class LeaseHandle {
   std::shared_ptr<PromptCache> cache_;
   Lease* lease_;  // null once released
   acl::Stream stream_;
-  int64_t cached_tokens_;
+  std::atomic<int64_t> cached_tokens_;
+};
+
+// The leases of one batch, in the order of its prompts.
+struct Batch {
+  std::vector<std::shared_ptr<LeaseHandle>> leases;
+  std::vector<int64_t> starts;                    // of each row: tokens that it need not compute
+  std::vector<int64_t> copy_sources, copy_slots;  // see AcquiredBatch
 };
 
 class PromptCache : public std::enable_shared_from_this<PromptCache> {
@@ -71,6 +82,8 @@ class PromptCache : public std::enable_shared_from_this<PromptCache> {
   LookedUp lookup(std::string_view name_space, const Token* tokens, int64_t count);
   std::shared_ptr<LeaseHandle> acquire(std::string_view name_space, const Token* tokens, int64_t count,
                                        int64_t limit, acl::Stream stream);
+  Batch acquire(std::string_view name_space, const std::vector<Prompt>& prompts, acl::Stream stream);
+  std::shared_ptr<LeaseHandle> pin(std::string_view name_space, const Token* tokens, int64_t count);
   // Publishes a prompt whose K/V the caller holds, contiguous rows [0, count) a plane; copies what is not
   // cached yet. Returns the number of tokens that were not.
   int64_t insert(std::string_view name_space, const Token* tokens, int64_t count,
@@ -90,11 +103,15 @@ class PromptCache : public std::enable_shared_from_this<PromptCache> {
 
  private:
   friend class LeaseHandle;
-  std::shared_ptr<LeaseHandle> lease(std::string_view name_space, const Token* tokens, int64_t count,
-                                     int64_t limit, acl::Stream on, bool counted,
-                                     std::optional<RowCopy>& copy);
+  template <typename Lend>
+  AcquiredBatch lend(acl::Stream on, std::vector<std::shared_ptr<LeaseHandle>>& handles, Lend&& try_once);
+  AcquiredBatch lease(std::string_view name_space, const std::vector<Prompt>& prompts, acl::Stream on,
+                      bool counted, std::vector<std::shared_ptr<LeaseHandle>>& handles);
+  acl::Stream or_own(acl::Stream stream) const { return stream != nullptr ? stream : own_stream_; }
+  void copy_rows(const AcquiredBatch& batch, acl::Stream on);
   void pass_fences();
   void extend(Lease* lease, int64_t count);
+  void truncate(Lease* lease, int64_t length, acl::Stream on);
   void release(Lease* lease, acl::Stream stream);
   void synchronize_own_stream();
   void check_usable() const;
