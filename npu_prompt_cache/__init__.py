@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from npu_prompt_cache.cache import Lease, Match, PromptCache, Stats
+    from npu_prompt_cache.cache import Lease, Match, Pin, PromptCache, Stats
     from npu_prompt_cache.config import CacheConfig
     from npu_prompt_cache.errors import (
         AclError,
@@ -37,6 +37,7 @@ __all__ = [
     "Lease",
     "LeaseReleased",
     "Match",
+    "Pin",
     "PoolExhausted",
     "PromptCache",
     "PromptCacheError",
@@ -49,7 +50,7 @@ __all__ = [
 
 # Imported when they are first used: `npu_prompt_cache.sim` has to come before torch, which all of these import.
 _MODULES = {
-    "cache": ("Lease", "Match", "PromptCache", "Stats"),
+    "cache": ("Lease", "Match", "Pin", "PromptCache", "Stats"),
     "config": ("CacheConfig",),
     "errors": (
         "AclError",

@@ -49,15 +49,16 @@ class Stats:
         hits: of these, with at least one cached token.
         lookup_tokens: tokens they asked for.
         hit_tokens: of these, found.
-        computed_tokens: tokens that ``acquire`` was asked for and did not find: what had to be prefilled.
+        computed_tokens: tokens that ``acquire`` was asked for and did not find, nor in an earlier row of the same
+            batch: what had to be prefilled.
         committed_blocks: entries published.
         evicted_blocks: entries evicted for room, or by `PromptCache.clear`.
         superseded_blocks: entries dropped because a longer one covers them: a conversation that went on.
         entries: entries now.
-        pinned_entries: of these, held by a lease.
-        leases: leases now.
+        pinned_entries: of these, held by a lease or a pin.
+        leases: leases now, those of pins included.
         free_bytes: ready to be leased.
-        leased_bytes: private to a lease, not published.
+        leased_bytes: private to a lease and its forks, not published.
         cached_bytes: published.
         fenced_bytes: given back, waiting for the device to finish with them.
         pool_bytes: all of these together.

@@ -182,6 +182,22 @@ def test_a_fork_that_commits_less_than_another_published(make_cache) -> None:
     parent.release()
 
 
+def test_a_fork_pins_a_part_that_a_longer_entry_covers(make_cache) -> None:
+    cache = make_cache()
+    tokens = list(range(32))
+    parent, other = computed(cache, tokens), computed(cache, tokens)
+    parent.commit(tokens[:5])  # a part of its first block is an entry
+    other.commit(tokens)
+    assert parent.commit(tokens) == 0  # goes on below the other's entry, but keeps its own block
+    fork = parent.fork(32)
+    parent.release()
+    other.release()
+    cache.clear()
+    cache.check_integrity()
+    assert read(cache, fork) == tokens
+    fork.release()
+
+
 def test_a_forks_cached_tokens(make_cache) -> None:
     cache = make_cache()
     computed(cache, list(range(24))).commit(list(range(24)))

@@ -92,9 +92,7 @@ class Life:
             self.check_rows(lease.slots(0, lease.cached_tokens), stamps(prompt)[: lease.cached_tokens])
             self.write(lease.slots(start, len(prompt)), new[-1])
         self.write(batch.copy_slots, np.concatenate(new)[batch.copy_sources])
-        self.live += [
-            Live(lease, prompt, len(prompt)) for lease, prompt in zip(batch.leases, prompts, strict=True)
-        ]
+        self.live += [Live(lease, prompt, len(prompt)) for lease, prompt in zip(batch.leases, prompts, strict=True)]
 
     def extend(self) -> None:
         each = self.rng.choice(self.live)
@@ -253,6 +251,17 @@ def streams(make_cache):
     for stream in streams:
         stream.synchronize()
         stream.destroy()
+
+
+def test_truncated_blocks_wait_for_the_stream(make_cache, streams: list[Stream]) -> None:
+    cache = make_cache(LAYOUT, pool_bytes=4 << 20)
+    with sim.late_streams(seed=1, within_calls=10_000), cache.acquire([1] * 64, stream=streams[0].handle) as lease:
+        streams[0].copy(cache.value(0)[int(lease.block_table[0])], cache.key(0)[int(lease.block_table[3])])
+        lease.truncate(20)
+        assert cache.stats().fenced_bytes == 2 * LAYOUT.block_bytes
+        streams[0].synchronize()
+        cache.acquire([2]).release()
+        assert cache.stats().fenced_bytes <= LAYOUT.block_bytes
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -48,7 +48,7 @@ struct CacheStats {
   uint64_t hits = 0;               // of these, with at least one cached token
   uint64_t lookup_tokens = 0;      // tokens asked for
   uint64_t hit_tokens = 0;         // of these, found
-  uint64_t computed_tokens = 0;    // tokens that acquire() was asked for and did not find
+  uint64_t computed_tokens = 0;    // tokens that acquire() was asked for and left to compute
   uint64_t committed_blocks = 0;   // entries published
   uint64_t evicted_blocks = 0;     // entries evicted for room, or by clear()
   uint64_t superseded_blocks = 0;  // entries dropped because a longer one covers them

@@ -284,7 +284,7 @@ bool Cache::is_writable(const Lease* lease, int64_t length) const {
   const auto index = static_cast<size_t>(length / options_.block_size);
   const int64_t rows = length % options_.block_size;
   if (rows == 0) return true;
-  if (index < lease->borrowed || pool_.users(lease->blocks[index]) > 1) return false;
+  if (pool_.users(lease->blocks[index]) > 1) return false;
   return pool_.state(lease->blocks[index]) == BlockState::kLeased ||
          (lease->tail != nullptr && lease->path.size() == index && lease->tail->token_count <= rows);
 }
