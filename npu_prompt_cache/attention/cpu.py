@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -12,8 +12,16 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from npu_prompt_cache.attention.kind import AttentionKind, Span
     from npu_prompt_cache.attention.sequence import Sequence
     from npu_prompt_cache.layout import KVLayout
+
+
+class Uploads(Protocol):
+    """What brings arrays to the device of the planes."""
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """The array as a tensor there."""
 
 
 class PagedAttention:
@@ -44,7 +52,55 @@ class PagedAttention:
         return PagedBatch(self, self._layout, sequences, slots)
 
 
-class PagedBatch:
+class BatchReader:
+    """Attention of a packed batch by torch's own operators, over each sequence's rows of the planes.
+
+    Args:
+        attention: whose `upload` brings tables to the planes' device.
+        layout: of the pool.
+        sequences: in packed order.
+    """
+
+    def __init__(self, attention: Uploads, layout: KVLayout, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self._places = [_Place(attention, sequence, layout.block_size) for sequence in sequences]
+        self._masks: dict[tuple[Span, bool], list[torch.Tensor | None]] = {}
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kind: AttentionKind
+    ) -> torch.Tensor:
+        """Causal attention of each sequence over its own blocks; grouped queries where there are fewer K/V heads.
+
+        Args:
+            query: ``[1, heads, tokens, head_dim]``, packed.
+            keys: plane of K, ``[blocks, block_size, kv_heads, head_dim]``, new tokens written.
+            values: plane of V.
+            kind: what the layer asks for.
+
+        Returns:
+            ``[1, tokens, heads, head_dim]``.
+        """
+        by_kernel = kind.softcap is None and kind.sinks is None
+        attend = _attend_by_kernel if by_kernel else _attend_by_hand
+        masks = self._masks_for(kind.span, by_kernel, query)
+        outputs = []
+        for sequence, place, mask in zip(self.sequences, self._places, masks, strict=True):
+            first = kind.span.first_key(sequence.kv_length - sequence.tokens)
+            part = query[:, :, sequence.start : sequence.stop]
+            output = attend(part, place.read(keys, first), place.read(values, first), mask, kind)
+            outputs.append(output.transpose(1, 2))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _masks_for(self, span: Span, by_kernel: bool, query: torch.Tensor) -> list[torch.Tensor | None]:
+        """The same for all layers of a kind, so made once."""
+        found = self._masks.get((span, by_kernel))
+        if found is None:
+            found = [_mask(sequence, span, by_kernel, query) for sequence in self.sequences]
+            self._masks[span, by_kernel] = found
+        return found
+
+
+class PagedBatch(BatchReader):
     """Where a packed batch writes and reads: the same for all layers of one forward pass. From `PagedAttention.batch`.
 
     Attributes:
@@ -54,51 +110,19 @@ class PagedBatch:
     def __init__(
         self, attention: PagedAttention, layout: KVLayout, sequences: list[Sequence], slots: npt.NDArray[np.int64]
     ) -> None:
-        self.sequences = sequences
+        super().__init__(attention, layout, sequences)
         self._slots = attention.upload(slots)
-        self._places = [_Place(attention, sequence, layout.block_size) for sequence in sequences]
-        self._masks = [_mask(sequence, layout.dtype, self._slots.device) for sequence in sequences]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
         """Puts the new tokens' K and V, each ``[1, kv_heads, tokens, head_dim]``, into their slots of the planes."""
         for plane, states in ((keys, new_keys), (values, new_values)):
             plane.view(-1, *plane.shape[2:]).index_copy_(0, self._slots, states[0].transpose(0, 1))
 
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        """Causal attention of each sequence over its own blocks; grouped queries where there are fewer K/V heads.
-
-        Args:
-            query: ``[1, heads, tokens, head_dim]``, packed.
-            keys: plane of K, ``[blocks, block_size, kv_heads, head_dim]``, new tokens written.
-            values: plane of V.
-            scale: factor on the scores; None for ``head_dim ** -0.5``.
-
-        Returns:
-            ``[1, tokens, heads, head_dim]``.
-        """
-        outputs = []
-        grouped = query.shape[1] != keys.shape[2]
-        for sequence, place, mask in zip(self.sequences, self._places, self._masks, strict=True):
-            whole = sequence.tokens == sequence.kv_length
-            output = scaled_dot_product_attention(
-                query[:, :, sequence.start : sequence.stop],
-                place.read(keys),
-                place.read(values),
-                attn_mask=mask,
-                is_causal=whole and sequence.kv_length > 1,
-                scale=scale,
-                enable_gqa=grouped,
-            )
-            outputs.append(output.transpose(1, 2))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
 
 class _Place:
     """Where one sequence's tokens lie in a plane: a slice where its blocks are neighbours, else a list of blocks."""
 
-    def __init__(self, attention: PagedAttention, sequence: Sequence, block_size: int) -> None:
+    def __init__(self, attention: Uploads, sequence: Sequence, block_size: int) -> None:
         blocks = -(-sequence.kv_length // block_size)
         table = sequence.block_table[:blocks]
         self.kv_length = sequence.kv_length
@@ -108,19 +132,68 @@ class _Place:
         else:
             self.blocks = attention.upload(table)
 
-    def read(self, plane: torch.Tensor) -> torch.Tensor:
-        """``[1, kv_heads, kv_length, head_dim]``: a view of the plane, or of a copy of scattered blocks."""
+    def read(self, plane: torch.Tensor, first: int) -> torch.Tensor:
+        """``[1, kv_heads, kv_length - first, head_dim]``: a view of the plane, or of a copy of scattered blocks."""
         if self.first_slot is None:
-            rows = plane.index_select(0, self.blocks).view(-1, *plane.shape[2:])[: self.kv_length]
+            passed = first // plane.shape[1]
+            rows = plane.index_select(0, self.blocks[passed:]).view(-1, *plane.shape[2:])
+            before = passed * plane.shape[1]
+            rows = rows[first - before : self.kv_length - before]
         else:
-            rows = plane.view(-1, *plane.shape[2:])[self.first_slot : self.first_slot + self.kv_length]
+            rows = plane.view(-1, *plane.shape[2:])[self.first_slot + first : self.first_slot + self.kv_length]
         return rows.transpose(0, 1).unsqueeze(0)
 
 
-def _mask(sequence: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Right-down causal mask, ``[tokens, kv_length]``; None where the kernel's own or no mask is the same."""
-    tokens = sequence.tokens
-    if tokens in (1, sequence.kv_length):
+def _attend_by_kernel(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, kind: AttentionKind
+) -> torch.Tensor:
+    """Of one sequence, ``[1, heads, tokens, head_dim]``."""
+    return scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None and query.shape[2] > 1,
+        scale=kind.scale,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+
+
+def _attend_by_hand(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, kind: AttentionKind
+) -> torch.Tensor:
+    """As `_attend_by_kernel`, with what torch's kernel has no argument for: as models' own eager attention does it."""
+    _, heads, tokens, head_dim = query.shape
+    kv_heads, length = keys.shape[1], keys.shape[2]
+    scale = head_dim**-0.5 if kind.scale is None else kind.scale
+    # Heads that share K/V stand together: their rows are one matrix, and K/V need not be repeated.
+    rows = query.reshape(1, kv_heads, -1, head_dim)
+    scores = (rows @ keys.transpose(2, 3)).view(1, heads, tokens, length) * scale
+    if kind.softcap is not None:
+        scores = (scores / kind.softcap).tanh_() * kind.softcap
+    if mask is not None:
+        scores = scores + mask
+    if kind.sinks is not None:
+        sinks = kind.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, heads, tokens, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., :length].to(values.dtype)
+    return (weights.reshape(1, kv_heads, -1, length) @ values).view(1, heads, tokens, -1)
+
+
+def _mask(sequence: Sequence, span: Span, by_kernel: bool, query: torch.Tensor) -> torch.Tensor | None:
+    """What a sequence's queries do not see is minus infinity, ``[tokens, keys from the first one that any sees]``.
+
+    None where nothing is hidden, and where the kernel's own causal mask is the same.
+    """
+    tokens, length = sequence.tokens, sequence.kv_length
+    if tokens == 1 or (by_kernel and tokens == length and not span.limits(length)):
         return None
-    hidden = torch.full((tokens, sequence.kv_length), float("-inf"), dtype=dtype, device=device)
-    return hidden.triu_(sequence.kv_length - tokens + 1)
+    places = torch.arange(length, device=query.device)
+    queries = places[length - tokens :, None]
+    keys = places[span.first_key(length - tokens) :]
+    hidden = keys > queries
+    if span.window is not None:
+        hidden |= keys <= queries - span.window
+    if span.chunk is not None:
+        hidden |= keys // span.chunk < queries // span.chunk
+    return torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
