@@ -44,6 +44,7 @@ _CHOSEN = {"use_sliding_window": True, "max_window_layers": 1}
 #: What some need besides.
 TWEAKS: dict[str, dict[str, object]] = {
     "afmoe": _MIXED | {"num_dense_layers": 1},
+    "beam": _MIXED,
     "codegen": {"rotary_dim": 8},
     "cohere2": _MIXED,
     "cohere2_moe": _MIXED,

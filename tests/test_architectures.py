@@ -15,6 +15,7 @@ import torch
 from architectures import LAYERS, LOADED_AS, MODEL_TYPES, NOT_BUILDABLE, WINDOW, build, tiny_config_of
 from tiny import join, left_padded, tokens
 from transformers import CONFIG_MAPPING, DynamicCache, GPT2DoubleHeadsModel, PreTrainedModel
+from transformers.models.cwm import modeling_cwm
 
 import npu_prompt_cache as npc
 from npu_prompt_cache.attention.kind import AttentionKind, Span
@@ -184,7 +185,7 @@ ENDS = (WINDOW // 2, WINDOW - 1, WINDOW, 2 * WINDOW + 5, 3 * WINDOW + 3, 4 * WIN
 
 def test_these_types_have_windows() -> None:
     expected = (
-        "afmoe cohere2 cohere2_moe cwm dots1 exaone4 exaone_moe flint gemma2 gemma3_text gpt_oss granite_swa "
+        "afmoe beam cohere2 cohere2_moe cwm dots1 exaone4 exaone_moe flint gemma2 gemma3_text gpt_oss granite_swa "
         "granitemoe_swa kolibri1 laguna llama4_text mellum ministral ministral3 mistral mixtral modernbert-decoder "
         "olmo3 phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2 vaultgemma"
     )
@@ -362,6 +363,20 @@ def test_attention_that_is_asked_for_something_else_later_refuses(part: str, med
     npc.disable(model)
 
 
+def test_a_mask_that_hides_something_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(tiny_config_of("cwm"))
+    cache = enable(model)
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        with monkeypatch.context() as patch:
+            made = getattr(modeling_cwm, name)
+            patch.setattr(modeling_cwm, name, functools.partial(made, and_mask_function=lambda *_: torch.tensor(True)))
+            with pytest.raises(npc.UnsupportedModel, match="neither causal nor of a sliding window"):
+                logits(model, BASE)
+    logits(model, BASE)
+    assert cache.stats().committed_blocks == 3
+    npc.disable(model)
+
+
 #: Forms of supported types that their tiny config is not.
 FORMS = {
     "gpt_bigcode": {"multi_query": False, "num_key_value_heads": 4},
@@ -438,7 +453,7 @@ def test_every_supported_type_is_checked() -> None:
 
 #: Reasons of refusals as they stand in the README, by what the messages have in common.
 KINDS = {
-    "other layers than full attention: windows, chunks, recurrent, convolutions": "layers of type|sliding window",
+    "layers that are no attention over all K/V so far, a window or a chunk": "layers of type",
     "K/V from latents": "latents",
     "a forward that takes no positions, cache or choice of logits": "forward takes no",
     "attention outside transformers' registry": "registry",

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 #: Model types whose code was read for this: a token's K/V depend on weights, tokens and ``position_ids`` alone, and
-#: attention is full and causal over ``cache.update``'s keys, through the attention registry. Each is tested against its
-#: uncached self; passing that test is not enough to stand here.
+#: attention is causal over ``cache.update``'s keys and of a kind that `AttentionKind` has, through the registries of
+#: attention and mask functions. Each is tested against its uncached self; that alone is not enough to stand here.
 SUPPORTED_MODEL_TYPES = (
     "afmoe",
     "apertus",
     "apertus1p5_text",
     "arcee",
     "aria_text",
+    "beam",
     "bert",
     "bert-generation",
     "biogpt",
@@ -117,12 +118,18 @@ _REFUSED_BECAUSE = {
     "data2vec-text": "counts positions from its padding token on",
     "diffllama": "attends twice in every layer",
     "doge": "adds a mask of its own to attention",
+    "dory": "runs its layers several times over",
+    "gemma3n_text": "has layers that attend over K/V of other layers",
+    "gemma4_text": "has layers that attend over K/V of other layers",
+    "gemma4_unified_text": "has layers that attend over K/V of other layers",
     "git": "reads images too: equal token ids need not mean equal input",
     "hrm_text": "runs its layers several times over",
     "jetmoe": "attends over other keys than it caches",
     "lfm2": "may have convolutions, whose state is no K/V",
+    "lfm2_moe": "may have convolutions, whose state is no K/V",
     "minimax_m3_vl_text": "may attend to chosen blocks of keys only",
     "mllama_text_model": "has layers that attend to images",
+    "moshi": "attends to tokens that transformers' own cache drops: its answers depend on how a prompt is cut",
     "phi4_multimodal": "reads images and sounds too: equal token ids need not mean equal input",
     "phimoe": "may scale rotary positions by the length of the sequence",
     "roberta": "counts positions from its padding token on",
