@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, DynamicCache, GPT2DoubleHeadsModel, Pre
 from transformers.models.cwm import modeling_cwm
 
 import npu_prompt_cache as npc
+from npu_prompt_cache.attention import cpu
 from npu_prompt_cache.attention.kind import AttentionKind, Span
 from npu_prompt_cache.integrations.transformers import SUPPORTED_MODEL_TYPES, attention, check_supported, models
 from npu_prompt_cache.integrations.transformers.attention import kept_tokens
@@ -215,6 +216,26 @@ def test_hits_end_before_inside_and_after_a_window(model_type: str, changes: dic
         embedded.take()
         close(logits(model, LONG, keep=count - end), plain[:, end:])
         assert embedded.take() == count - end
+    cache.check_integrity()
+    npc.disable(model)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "llama4_text", "mistral"])
+def test_long_prompts_are_attended_to_in_pieces(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_SMALLEST_PIECE", 1)
+    model = build(tiny_config_of(model_type))
+    plain = logits(model, LONG, keep=0)
+    cut, pieces = cpu._cut, []
+
+    def spy(*arguments: object) -> Iterator[object]:
+        for piece in cut(*arguments):
+            pieces.append(piece.stop - piece.start)
+            yield piece
+
+    monkeypatch.setattr(cpu, "_cut", spy)
+    cache = enable(model)
+    torch.testing.assert_close(logits(model, LONG, keep=LONG.shape[1]), plain, rtol=0, atol=1e-4)
+    assert pieces[:5] == [*[WINDOW] * 4, 3]
     cache.check_integrity()
     npc.disable(model)
 

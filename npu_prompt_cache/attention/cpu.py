@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     import numpy.typing as npt
 
     from npu_prompt_cache.attention.kind import AttentionKind, Span
     from npu_prompt_cache.attention.sequence import Sequence
     from npu_prompt_cache.layout import KVLayout
+
+#: New tokens of a sequence that go together at least where layers have windows or chunks: a call has its price too.
+_SMALLEST_PIECE = 256
 
 
 class Uploads(Protocol):
@@ -64,7 +69,7 @@ class BatchReader:
     def __init__(self, attention: Uploads, layout: KVLayout, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self._places = [_Place(attention, sequence, layout.block_size) for sequence in sequences]
-        self._masks: dict[tuple[Span, bool], list[torch.Tensor | None]] = {}
+        self._pieces: dict[tuple[Span, bool], list[_Piece]] = {}
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kind: AttentionKind
@@ -82,21 +87,23 @@ class BatchReader:
         """
         by_kernel = kind.softcap is None and kind.sinks is None
         attend = _attend_by_kernel if by_kernel else _attend_by_hand
-        masks = self._masks_for(kind.span, by_kernel, query)
         outputs = []
-        for sequence, place, mask in zip(self.sequences, self._places, masks, strict=True):
-            first = kind.span.first_key(sequence.kv_length - sequence.tokens)
-            part = query[:, :, sequence.start : sequence.stop]
-            output = attend(part, place.read(keys, first), place.read(values, first), mask, kind)
+        for piece in self._pieces_for(kind.span, by_kernel, query):
+            seen = [piece.place.read(plane, piece.first, piece.last) for plane in (keys, values)]
+            output = attend(query[:, :, piece.start : piece.stop], seen[0], seen[1], piece.mask, kind)
             outputs.append(output.transpose(1, 2))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def _masks_for(self, span: Span, by_kernel: bool, query: torch.Tensor) -> list[torch.Tensor | None]:
+    def _pieces_for(self, span: Span, by_kernel: bool, query: torch.Tensor) -> list[_Piece]:
         """The same for all layers of a kind, so made once."""
-        found = self._masks.get((span, by_kernel))
+        found = self._pieces.get((span, by_kernel))
         if found is None:
-            found = [_mask(sequence, span, by_kernel, query) for sequence in self.sequences]
-            self._masks[span, by_kernel] = found
+            found = [
+                piece
+                for sequence, place in zip(self.sequences, self._places, strict=True)
+                for piece in _cut(sequence, place, span, by_kernel, query)
+            ]
+            self._pieces[span, by_kernel] = found
         return found
 
 
@@ -125,23 +132,47 @@ class _Place:
     def __init__(self, attention: Uploads, sequence: Sequence, block_size: int) -> None:
         blocks = -(-sequence.kv_length // block_size)
         table = sequence.block_table[:blocks]
-        self.kv_length = sequence.kv_length
         self.first_slot: int | None = None
         if int(table[-1]) - int(table[0]) == blocks - 1 and bool((table[1:] - table[:-1] == 1).all()):
             self.first_slot = int(table[0]) * block_size
         else:
             self.blocks = attention.upload(table)
 
-    def read(self, plane: torch.Tensor, first: int) -> torch.Tensor:
-        """``[1, kv_heads, kv_length - first, head_dim]``: a view of the plane, or of a copy of scattered blocks."""
+    def read(self, plane: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """``[1, kv_heads, last - first, head_dim]``: a view of the plane, or of a copy of scattered blocks."""
+        block_size = plane.shape[1]
         if self.first_slot is None:
-            passed = first // plane.shape[1]
-            rows = plane.index_select(0, self.blocks[passed:]).view(-1, *plane.shape[2:])
-            before = passed * plane.shape[1]
-            rows = rows[first - before : self.kv_length - before]
+            passed = first // block_size
+            rows = plane.index_select(0, self.blocks[passed : -(-last // block_size)]).view(-1, *plane.shape[2:])
+            first, last = first - passed * block_size, last - passed * block_size
         else:
-            rows = plane.view(-1, *plane.shape[2:])[self.first_slot + first : self.first_slot + self.kv_length]
-        return rows.transpose(0, 1).unsqueeze(0)
+            rows = plane.view(-1, *plane.shape[2:])
+            first, last = self.first_slot + first, self.first_slot + last
+        return rows[first:last].transpose(0, 1).unsqueeze(0)
+
+
+class _Piece(NamedTuple):
+    """Some new tokens of a sequence, and the keys that any of them sees."""
+
+    place: _Place
+    start: int  # in the packed row
+    stop: int
+    first: int  # of the sequence's tokens
+    last: int
+    mask: torch.Tensor | None
+
+
+def _cut(sequence: Sequence, place: _Place, span: Span, by_kernel: bool, query: torch.Tensor) -> Iterator[_Piece]:
+    """A sequence whole; or in pieces, where few of its keys are seen from any place: each reads these alone."""
+    before = sequence.kv_length - sequence.tokens
+    step = sequence.tokens
+    if span.limits(sequence.kv_length):
+        step = max(_SMALLEST_PIECE, *(reach for reach in span if reach is not None))
+    for at in range(0, sequence.tokens, step):
+        end = min(at + step, sequence.tokens)
+        first, last = span.first_key(before + at), before + end
+        mask = _mask(before + at, first, last, span, by_kernel, query)
+        yield _Piece(place, sequence.start + at, sequence.start + end, first, last, mask)
 
 
 def _attend_by_kernel(
@@ -180,17 +211,17 @@ def _attend_by_hand(
     return (weights.reshape(1, kv_heads, -1, length) @ values).view(1, heads, tokens, -1)
 
 
-def _mask(sequence: Sequence, span: Span, by_kernel: bool, query: torch.Tensor) -> torch.Tensor | None:
-    """What a sequence's queries do not see is minus infinity, ``[tokens, keys from the first one that any sees]``.
+def _mask(
+    query_first: int, first: int, last: int, span: Span, by_kernel: bool, query: torch.Tensor
+) -> torch.Tensor | None:
+    """For queries ``[query_first, last)`` over keys ``[first, last)``: minus infinity where one does not see the other.
 
     None where nothing is hidden, and where the kernel's own causal mask is the same.
     """
-    tokens, length = sequence.tokens, sequence.kv_length
-    if tokens == 1 or (by_kernel and tokens == length and not span.limits(length)):
+    if last - query_first == 1 or (by_kernel and query_first == first and not span.limits(last - first)):
         return None
-    places = torch.arange(length, device=query.device)
-    queries = places[length - tokens :, None]
-    keys = places[span.first_key(length - tokens) :]
+    keys = torch.arange(first, last, device=query.device)
+    queries = keys[query_first - first :, None]
     hidden = keys > queries
     if span.window is not None:
         hidden |= keys <= queries - span.window
