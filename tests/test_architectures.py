@@ -229,13 +229,13 @@ def test_long_prompts_are_attended_to_in_pieces(model_type: str, monkeypatch: py
 
     def spy(*arguments: object) -> Iterator[object]:
         for piece in cut(*arguments):
-            pieces.append(piece.stop - piece.start)
+            pieces.append((piece.stop - piece.start, piece.last - piece.first < 2 * WINDOW))
             yield piece
 
     monkeypatch.setattr(cpu, "_cut", spy)
     cache = enable(model)
     torch.testing.assert_close(logits(model, LONG, keep=LONG.shape[1]), plain, rtol=0, atol=1e-4)
-    assert pieces[:5] == [*[WINDOW] * 4, 3]
+    assert pieces[:5] == [*[(WINDOW, True)] * 4, (3, True)]
     cache.check_integrity()
     npc.disable(model)
 
