@@ -15,6 +15,8 @@ scripts/npu_smoke.py`; its times are the CPU's then.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import os
 import platform
 import statistics
@@ -32,6 +34,8 @@ import npu_prompt_cache as npc
 DTYPES = (torch.float16, torch.bfloat16)
 #: Attention shapes: query heads, key/value heads, head_dim.
 SHAPES = ((8, 2, 128), (4, 4, 64), (8, 2, 64), (4, 4, 80))
+#: What layers ask for besides, each with every shape: a sliding window, and whether there are sinks.
+KINDS = ((None, False), (150, False), (150, True))
 #: A batch: new tokens and length of each sequence. Lengths end before, at and after the end of a block.
 SEQUENCES = ((1, 300), (7, 129), (128, 128), (200, 456), (1, 1))
 #: Largest difference from the reference, for inputs of unit variance.
@@ -158,10 +162,18 @@ def on(cache: npc.PromptCache, indices: np.ndarray) -> torch.Tensor:
 # ---- paged attention against a reference ----
 
 
-def check_attention(device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def check_attention(
+    device: torch.device,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int | None,
+    with_sinks: bool,
+) -> None:
     from npu_prompt_cache.attention import npu
+    from npu_prompt_cache.attention.kind import AttentionKind, Span
     from npu_prompt_cache.attention.sequence import Sequence
 
+    heads, kv_heads, head_dim = shape
     generator = torch.Generator().manual_seed(heads * head_dim)
     layout = npc.KVLayout(num_layers=1, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     planes = [torch.randn(32, 128, kv_heads, head_dim, generator=generator).to(dtype) for _ in "KV"]
@@ -178,15 +190,24 @@ def check_attention(device: torch.device, heads: int, kv_heads: int, head_dim: i
     new_kv = [torch.randn(1, kv_heads, at, head_dim, generator=generator).to(dtype) for _ in "KV"]
     batch = npu.paged_attention(layout, heads, device).batch(sequences, np.concatenate(slots))
     batch.write(keys, values, *(states.to(device) for states in new_kv))
-    found = batch.attend(query.to(device), keys, values, None).cpu().double()[0]
+    sinks = torch.randn(heads, generator=generator).to(dtype) if with_sinks else None
+    kind = AttentionKind(span=Span(window), sinks=None if sinks is None else sinks.to(device))
+    found = batch.attend(query.to(device), keys, values, kind).cpu().double()[0]
     for plane, states in zip(planes, new_kv, strict=True):
         rows(plane)[torch.from_numpy(np.concatenate(slots))] = states[0].transpose(0, 1)
-    wanted = torch.cat([reference(query, *planes, sequence) for sequence in sequences])
+    wanted = torch.cat([reference(query, *planes, sequence, window, sinks) for sequence in sequences])
     worst = (found - wanted).abs().max().item()
     require(worst <= TOLERANCE[dtype], f"differs by up to {worst:.3g}, more than {TOLERANCE[dtype]:g}")
 
 
-def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequence: object) -> torch.Tensor:
+def reference(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sequence: object,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     """In float64 on the CPU: ``[tokens, heads, head_dim]`` of one sequence."""
     from npu_prompt_cache.attention.sequence import Sequence
 
@@ -199,7 +220,12 @@ def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq
     scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
     first = sequence.kv_length - sequence.tokens
     hidden = torch.ones(sequence.tokens, sequence.kv_length, dtype=torch.bool).triu(first + 1)
-    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+    if window is not None:
+        hidden |= torch.ones_like(hidden).tril(first - window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, sequence.tokens, 1)], dim=-1)
+    return (scores.softmax(-1)[..., : sequence.kv_length] @ v).transpose(0, 1)
 
 
 # ---- a model without and with the cache ----
@@ -340,9 +366,11 @@ def main() -> int:
     if report.ok:
         check_pool(device, report)
         for dtype in DTYPES:
-            for heads, kv_heads, head_dim in SHAPES:
+            for shape, (window, with_sinks) in itertools.product(SHAPES, KINDS):
+                heads, kv_heads, head_dim = shape
                 what = f"paged attention, {heads} heads of {head_dim} over {kv_heads}, {str(dtype)[6:]}"
-                report.check(what, lambda s=(heads, kv_heads, head_dim), d=dtype: check_attention(device, *s, d))
+                what += f", window {window}" * (window is not None) + ", sinks" * with_sinks
+                report.check(what, functools.partial(check_attention, device, shape, dtype, window, with_sinks))
         for dtype in (*DTYPES, torch.float32):
             report.check(f"a small model, {str(dtype)[6:]}", lambda d=dtype: check_model(d, device, report))
     text = report.markdown()

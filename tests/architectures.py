@@ -9,6 +9,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LAYERS = 3
+#: Tokens of a sliding window, and of a chunk.
+WINDOW = 24
 
 #: What sizes are called. A config is given those of these names that it has.
 SIZES: dict[str, object] = {
@@ -31,32 +33,57 @@ SIZES: dict[str, object] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
     "qk_rope_head_dim": 8,
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 16),
+    "sliding_window": WINDOW,
     # Large enough that every logit depends on every token before it, and that greedy text is no near-tie.
     **dict.fromkeys(("initializer_range", "init_std"), 0.2),
 }
 
-_FULL = {"layer_types": ["full_attention"] * LAYERS}
-#: What some need besides: mostly to have no sliding layers, where they need not have any.
+#: Layers of every kind that a type may have: with a window first, so that what follows depends on it.
+_MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_CHOSEN = {"use_sliding_window": True, "max_window_layers": 1}
+#: What some need besides.
 TWEAKS: dict[str, dict[str, object]] = {
+    "afmoe": _MIXED | {"num_dense_layers": 1},
+    "beam": _MIXED,
     "codegen": {"rotary_dim": 8},
-    "cohere2": _FULL,
+    "cohere2": _MIXED,
+    "cohere2_moe": _MIXED,
+    "cwm": _MIXED,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "dots1": _FULL | {"num_key_value_heads": 2},
-    "exaone4": _FULL,
+    "dots1": _MIXED | {"num_key_value_heads": 2},
+    "exaone4": _MIXED,
+    "exaone_moe": _MIXED,
+    "flint": _MIXED,
+    "gemma2": _MIXED | {"attn_logit_softcapping": 1.0},
+    "gemma3_text": _MIXED,
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "gpt_bigcode": {"num_key_value_heads": 1},
+    "gpt_oss": _MIXED,
     "gptj": {"rotary_dim": 8},
-    "lfm2_moe": _FULL,
-    "mellum": _FULL,
-    "mistral": {"sliding_window": None},
-    "mixtral": {"sliding_window": None},
-    "olmo3": _FULL,
-    "phi3": {"sliding_window": None},
+    "granite_swa": _MIXED | {"attention_multiplier": 0.25},
+    "granitemoe_swa": _MIXED | {"attention_multiplier": 0.25},
+    "kolibri1": _MIXED,
+    "laguna": _MIXED | {"num_attention_heads_per_layer": [4, 8, 4]},
+    "lfm2_moe": {"layer_types": ["full_attention"] * LAYERS},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        "attention_chunk_size": WINDOW,
+        "attn_temperature_tuning": False,
+    },
+    "mellum": _MIXED,
+    "ministral": _MIXED,
+    "modernbert-decoder": _MIXED,
+    "olmo3": _MIXED,
+    "qwen2": _CHOSEN,
+    "qwen2_moe": _CHOSEN,
+    "qwen3": _CHOSEN,
+    "qwen3_moe": _CHOSEN,
     "reformer": {"is_decoder": True},
-    "starcoder2": {"sliding_window": None},
+    "smollm3": _CHOSEN | {"no_rope_layers": [0, 1, 0]},
+    "vaultgemma": _MIXED | {"attn_logit_softcapping": 1.0},
 }
 #: Where small sizes contradict one another. They are refused for what they are, so that no weights are needed.
 AS_IT_COMES = frozenset(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import gc
 import re
@@ -10,12 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import LAYERS, LOADED_AS, MODEL_TYPES, NOT_BUILDABLE, build, tiny_config_of
+from architectures import LAYERS, LOADED_AS, MODEL_TYPES, NOT_BUILDABLE, WINDOW, build, tiny_config_of
 from tiny import join, left_padded, tokens
 from transformers import CONFIG_MAPPING, DynamicCache, GPT2DoubleHeadsModel, PreTrainedModel
+from transformers.models.cwm import modeling_cwm
 
 import npu_prompt_cache as npc
+from npu_prompt_cache.attention import cpu
+from npu_prompt_cache.attention.kind import AttentionKind, Span
 from npu_prompt_cache.integrations.transformers import SUPPORTED_MODEL_TYPES, attention, check_supported, models
+from npu_prompt_cache.integrations.transformers.attention import kept_tokens
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCK = 16
@@ -26,8 +32,11 @@ BASE = tokens(2 * BLOCK + 1, seed=100)
 PROMPTS = [BASE[:, : 2 * BLOCK - 1], BASE[:, : 2 * BLOCK], BASE, join(BASE, tokens(BLOCK, seed=1))]
 #: What of them is new, one after another.
 NEW = (2 * BLOCK - 1, 1, 1, BLOCK)
-RAGGED = [BASE[:, :20], tokens(BLOCK + 11, seed=3), join(BASE[:, : BLOCK + 3], tokens(7, seed=4))]
-RAGGED_NEW = 1 + (BLOCK + 11) + 7
+#: Rows that have all but a token, nothing, a part and nothing of them cached.
+RAGGED = [BASE[:, :20], tokens(BLOCK + 11, seed=3), join(BASE[:, : BLOCK + 3], tokens(7, seed=4)), tokens(3, seed=6)]
+RAGGED_NEW = (1, BLOCK + 11, 7, 3)
+#: What the users of those four say next, and then.
+SAID = [[tokens(n, seed=10 + n) for n in lengths] for lengths in ((5, BLOCK, 1, 9), (2, 1, 2 * BLOCK, 4))]
 TURN = tokens(5, seed=2)
 
 
@@ -72,12 +81,29 @@ def logits(model: PreTrainedModel, prompt: torch.Tensor, keep: int = 1) -> torch
         return model(prompt, logits_to_keep=keep).logits
 
 
+def converse(model: PreTrainedModel, embedded: Embedded) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    """Three turns of four conversations in one ragged batch: texts, logits of what was generated, tokens computed."""
+    texts, scores, computed = [], [], []
+    rows = RAGGED
+    for said in (*SAID, None):
+        output = model.generate(**left_padded(rows), **GREEDY, return_dict_in_generate=True, output_logits=True)
+        texts.append(output.sequences)
+        scores.extend(output.logits)
+        computed.append(embedded.take())
+        if said is not None:
+            answers = [
+                text[text.shape[0] - row.shape[1] - 4 :] for row, text in zip(rows, output.sequences, strict=True)
+            ]
+            rows = [join(answer[None], words) for answer, words in zip(answers, said, strict=True)]
+    return texts, scores, computed
+
+
 def check(model: PreTrainedModel) -> None:
     """Cold = hit = no cache, in logits and in text, and no token goes through the model that need not."""
     embedded = Embedded(model)
     plain = [logits(model, prompt, keep=0) for prompt in PROMPTS]
     texts = [model.generate(prompt, **GREEDY) for prompt in PROMPTS]
-    batch = model.generate(**left_padded(RAGGED), **GREEDY)
+    conversations = converse(model, embedded)
     turn = model.generate(join(texts[-1], TURN), **GREEDY)
     # Where the last logits say nothing about the first token, what is below could not fail.
     another = logits(model, join(tokens(1, seed=5), PROMPTS[-1][:, 1:]))
@@ -96,12 +122,18 @@ def check(model: PreTrainedModel) -> None:
         assert embedded.take() == 1
         assert torch.equal(model.generate(prompt, **GREEDY), text)
         assert embedded.take() == 1 + 3
-    assert torch.equal(model.generate(**left_padded(RAGGED), **GREEDY), batch)
-    assert embedded.take() == RAGGED_NEW + 3 * 3
+    for found, expected in zip(converse(model, embedded), (*conversations[:2], turns_computed()), strict=True):
+        close(found, expected)
     assert torch.equal(model.generate(join(texts[-1], TURN), **GREEDY), turn)
     assert embedded.take() == 1 + TURN.shape[1] + 3
     cache.check_integrity()
     npc.disable(model)
+
+
+def turns_computed() -> list[int]:
+    """What is new, the last token of each answer, which was sampled and not computed; and three steps of four rows."""
+    new = [sum(RAGGED_NEW), *(sum(1 + words.shape[1] for words in said) for said in SAID)]
+    return [tokens + 3 * 4 for tokens in new]
 
 
 @functools.cache
@@ -145,15 +177,126 @@ def test_half_precision_and_eager_attention_cache_what_the_model_caches(model_ty
     assert torch.equal(bypassed, logits(model, prompt, keep=0))
 
 
-_FULL = {"layer_types": ["full_attention"] * LAYERS}
+#: Types of which a layer hides tokens that are further away than its window or before its chunk.
+WINDOWED = [name for name in SERVED if any(kept_tokens(tiny_config_of(name).get_text_config()))]
+LONG = tokens(4 * WINDOW + 3, seed=7)
+#: Where hits end: before the first window is full, where it is, inside the last token's window, at its beginning, ….
+ENDS = (WINDOW // 2, WINDOW - 1, WINDOW, 2 * WINDOW + 5, 3 * WINDOW + 3, 4 * WINDOW - 6, 4 * WINDOW + 2)
+
+
+def test_these_types_have_windows() -> None:
+    expected = (
+        "afmoe beam cohere2 cohere2_moe cwm dots1 exaone4 exaone_moe flint gemma2 gemma3_text gpt_oss granite_swa "
+        "granitemoe_swa kolibri1 laguna llama4_text mellum ministral ministral3 mistral mixtral modernbert-decoder "
+        "olmo3 phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2 vaultgemma"
+    )
+    assert " ".join(WINDOWED) == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        *((name, {}) for name in WINDOWED),
+        ("mistral", {"sliding_window": 1}),  # of the token itself
+        ("mistral", {"sliding_window": BLOCK}),
+        ("mistral", {"sliding_window": 4 * WINDOW + 3}),
+        ("llama4_text", {"layer_types": ["chunked_attention"] * LAYERS, "attention_chunk_size": 1}),
+        ("llama4_text", {"layer_types": ["chunked_attention"] * LAYERS, "attention_chunk_size": 2 * BLOCK}),
+    ],
+)
+def test_hits_end_before_inside_and_after_a_window(model_type: str, changes: dict[str, object]) -> None:
+    model = build(tiny_config_of(model_type, **changes))
+    embedded = Embedded(model)
+    plain, count = logits(model, LONG, keep=0), LONG.shape[1]
+    close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-4)
+    cache = enable(model)
+    for end in ENDS:
+        cache.clear()
+        logits(model, join(LONG[:, :end], tokens(20, seed=8)))
+        embedded.take()
+        close(logits(model, LONG, keep=count - end), plain[:, end:])
+        assert embedded.take() == count - end
+    cache.check_integrity()
+    npc.disable(model)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "llama4_text", "mistral"])
+def test_long_prompts_are_attended_to_in_pieces(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_SMALLEST_PIECE", 1)
+    model = build(tiny_config_of(model_type))
+    plain = logits(model, LONG, keep=0)
+    cut, pieces = cpu._cut, []
+
+    def spy(*arguments: object) -> Iterator[object]:
+        for piece in cut(*arguments):
+            pieces.append((piece.stop - piece.start, piece.last - piece.first < 2 * WINDOW))
+            yield piece
+
+    monkeypatch.setattr(cpu, "_cut", spy)
+    cache = enable(model)
+    torch.testing.assert_close(logits(model, LONG, keep=LONG.shape[1]), plain, rtol=0, atol=1e-4)
+    assert pieces[:5] == [*[(WINDOW, True)] * 4, (3, True)]
+    cache.check_integrity()
+    npc.disable(model)
+
+
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_decoding_passes_the_window_in_the_pool_and_outside_it(model_type: str) -> None:
+    model = build(tiny_config_of(model_type))
+    options = {"max_new_tokens": 2 * WINDOW, "min_new_tokens": 2 * WINDOW, "do_sample": False}
+    prompts, more = left_padded([BASE[:, : WINDOW - 6], tokens(3, seed=9)]), tokens(2, seed=5)
+    plain = model.generate(**prompts, **options)
+    with torch.no_grad():
+        wanted = model(join(LONG, more), logits_to_keep=2).logits
+    cache = enable(model)
+    assert torch.equal(model.generate(**prompts, **options), plain)
+    assert torch.equal(model.generate(**prompts, **options), plain)
+    with torch.no_grad():
+        past = model(LONG).cache
+        for each in (copy.deepcopy(past), past):  # outside the pool, where only the window is kept, and in it
+            torch.testing.assert_close(model(more, cache=each).logits, wanted, rtol=0, atol=1e-4)
+    cache.check_integrity()
+    npc.disable(model)
+
+
+#: What some of them ask for besides.
+BESIDES = {
+    **dict.fromkeys(("gemma2", "vaultgemma"), ("softcap",)),
+    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa"), ("sinks",)),
+}
+
+
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_the_checks_see_a_window_a_soft_cap_and_sinks(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each, left out alone, is seen: the checks above would fail."""
+    model = build(tiny_config_of(model_type))
+    plain = logits(model, LONG)
+    seen, served = set(), attention._kind
+    for left_out, nothing in (("span", Span()), ("softcap", None), ("sinks", None)):
+
+        def kind(*arguments: object, left_out: str = left_out, nothing: object = nothing) -> AttentionKind:
+            full = served(*arguments)
+            if getattr(full, left_out) != nothing:
+                seen.add(left_out)
+            return dataclasses.replace(full, **{left_out: nothing})
+
+        monkeypatch.setattr(attention, "_kind", kind)
+        enable(model)
+        difference = (logits(model, LONG) - plain).abs().max()
+        npc.disable(model)
+        assert (difference > 1e-3) == (left_out in seen)
+    sinks = {"flint", "gpt_oss", "granite_swa", "granitemoe_swa"}
+    assert seen == {
+        "span",
+        *(["softcap"] * (model_type in ("gemma2", "vaultgemma"))),
+        *(["sinks"] * (model_type in sinks)),
+    }
+
+
 #: Models that are refused, and what their attention would have been asked for.
 REFUSED = {
-    "bert": ({"is_decoder": False}, "later tokens"),
-    "gemma2": (_FULL | {"attn_logit_softcapping": 1.0}, "softcap"),
-    "gpt_oss": (_FULL, "s_aux"),
+    "bert": ({"is_decoder": False}, "neither causal nor of a sliding window"),
     "jetmoe": ({}, "other keys or values"),
-    "mistral": ({"sliding_window": 24}, "sliding_window"),
-    "qwen3": ({"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}, "sliding_window"),
 }
 
 
@@ -188,9 +331,70 @@ def test_the_check_sees_what_is_refused(model_type: str, seen: str, monkeypatch:
     changes, _ = REFUSED.get(model_type, ({}, ""))
     model = served_anyway(build(tiny_config_of(model_type, **changes)), monkeypatch)
     monkeypatch.setattr(attention, "_refuse_what_is_not_served", lambda module, kwargs: None)
+    monkeypatch.setattr(attention, "_span", lambda function, size: Span())
+    monkeypatch.setattr(attention.PagedForward, "span_of", lambda self, module, mask: Span())
     monkeypatch.setattr(attention.PagedForward, "check_same", lambda self, module, key, value: None)
     with pytest.raises(AssertionError, match=seen):
         check(model)
+    npc.disable(model)
+
+
+def set_window(module: torch.nn.Module, kwargs: dict[str, object]) -> None:
+    module.sliding_window = WINDOW + 1
+
+
+def set_config(module: torch.nn.Module, kwargs: dict[str, object]) -> None:
+    module.config.sliding_window = WINDOW + 1
+
+
+def set_mask(module: torch.nn.Module, kwargs: dict[str, object]) -> None:
+    kwargs["attention_mask"] = kwargs["attention_mask"].clone()
+
+
+def set_bias(module: torch.nn.Module, kwargs: dict[str, object]) -> None:
+    kwargs["position_bias"] = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("part", "meddle", "asked"),
+    [
+        ("model", set_config, "hides all but 25 tokens, where its config has 24 kept"),
+        (
+            "model.layers.2.self_attn",
+            set_window,
+            "a sliding_window of 25, where its mask has 24",
+        ),
+        ("model.layers.2.self_attn", set_mask, "by a mask that transformers' mask functions have not made"),
+        ("model.layers.2.self_attn", set_bias, "asks its attention for position_bias, which is not served"),
+    ],
+)
+def test_attention_that_is_asked_for_something_else_later_refuses(part: str, meddle, asked: str) -> None:
+    model = build(tiny_config_of("cwm"))
+    module = model.get_submodule(part)
+    cache = enable(model)
+
+    def hook(module: torch.nn.Module, args: object, kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
+        meddle(module, kwargs)
+        return args, kwargs
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+    with pytest.raises(npc.UnsupportedModel, match=asked):
+        logits(model, BASE)
+    cache.check_integrity()
+    npc.disable(model)
+
+
+def test_a_mask_that_hides_something_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(tiny_config_of("cwm"))
+    cache = enable(model)
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        with monkeypatch.context() as patch:
+            made = getattr(modeling_cwm, name)
+            patch.setattr(modeling_cwm, name, functools.partial(made, and_mask_function=lambda *_: torch.tensor(True)))
+            with pytest.raises(npc.UnsupportedModel, match="neither causal nor of a sliding window"):
+                logits(model, BASE)
+    logits(model, BASE)
+    assert cache.stats().committed_blocks == 3
     npc.disable(model)
 
 
@@ -201,7 +405,12 @@ FORMS = {
     "hunyuan_v1_dense": {
         "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
     },
-    "mellum": {"sliding_window": 8},  # of layers that it does not have
+    "gemma2": {"attn_logit_softcapping": None},
+    "llama4_text": {"no_rope_layers": [1, 0, 1], "use_qk_norm": False},
+    "mellum": {"layer_types": ["full_attention"] * LAYERS},  # and a window of layers that it does not have
+    "mistral": {"sliding_window": None},
+    "phi3": {"sliding_window": 10_000},
+    "qwen3": {"use_sliding_window": False},
     "opt": {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
     "stablelm": {"use_parallel_residual": True, "qk_layernorm": True},
 }
@@ -218,8 +427,9 @@ def test_other_forms_of_supported_types(model_type: str) -> None:
         ("bert", {"is_decoder": False}, "it is an encoder"),
         ("gpt2", {"add_cross_attention": True}, "it has cross-attention"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
-        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "sliding_attention"),
-        ("mixtral", {"sliding_window": 8}, "sliding_window=8"),
+        ("gemma2", {"use_bidirectional_attention": True}, "it is an encoder"),
+        ("lara_mini", {}, "layers of type linear_attention"),
+        ("llama4_text", {"attn_temperature_tuning": True}, "by their column, padding included"),
         (
             "hunyuan_v1_moe",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -264,7 +474,7 @@ def test_every_supported_type_is_checked() -> None:
 
 #: Reasons of refusals as they stand in the README, by what the messages have in common.
 KINDS = {
-    "other layers than full attention: windows, chunks, recurrent, convolutions": "layers of type|sliding window",
+    "layers that are no attention over all K/V so far, a window or a chunk": "layers of type",
     "K/V from latents": "latents",
     "a forward that takes no positions, cache or choice of logits": "forward takes no",
     "attention outside transformers' registry": "registry",

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     import numpy.typing as npt
 
+    from npu_prompt_cache.attention.kind import AttentionKind, Span
     from npu_prompt_cache.attention.sequence import Sequence
     from npu_prompt_cache.layout import KVLayout
+
+#: New tokens of a sequence that go together at least where layers have windows or chunks: a call has its price too.
+_SMALLEST_PIECE = 256
+
+
+class Uploads(Protocol):
+    """What brings arrays to the device of the planes."""
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """The array as a tensor there."""
 
 
 class PagedAttention:
@@ -44,7 +57,57 @@ class PagedAttention:
         return PagedBatch(self, self._layout, sequences, slots)
 
 
-class PagedBatch:
+class BatchReader:
+    """Attention of a packed batch by torch's own operators, over each sequence's rows of the planes.
+
+    Args:
+        attention: whose `upload` brings tables to the planes' device.
+        layout: of the pool.
+        sequences: in packed order.
+    """
+
+    def __init__(self, attention: Uploads, layout: KVLayout, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self._places = [_Place(attention, sequence, layout.block_size) for sequence in sequences]
+        self._pieces: dict[tuple[Span, bool], list[_Piece]] = {}
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kind: AttentionKind
+    ) -> torch.Tensor:
+        """Causal attention of each sequence over its own blocks; grouped queries where there are fewer K/V heads.
+
+        Args:
+            query: ``[1, heads, tokens, head_dim]``, packed.
+            keys: plane of K, ``[blocks, block_size, kv_heads, head_dim]``, new tokens written.
+            values: plane of V.
+            kind: what the layer asks for.
+
+        Returns:
+            ``[1, tokens, heads, head_dim]``.
+        """
+        by_kernel = kind.softcap is None and kind.sinks is None
+        attend = _attend_by_kernel if by_kernel else _attend_by_hand
+        outputs = []
+        for piece in self._pieces_for(kind.span, by_kernel, query):
+            seen = [piece.place.read(plane, piece.first, piece.last) for plane in (keys, values)]
+            output = attend(query[:, :, piece.start : piece.stop], seen[0], seen[1], piece.mask, kind)
+            outputs.append(output.transpose(1, 2))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _pieces_for(self, span: Span, by_kernel: bool, query: torch.Tensor) -> list[_Piece]:
+        """The same for all layers of a kind, so made once."""
+        found = self._pieces.get((span, by_kernel))
+        if found is None:
+            found = [
+                piece
+                for sequence, place in zip(self.sequences, self._places, strict=True)
+                for piece in _cut(sequence, place, span, by_kernel, query)
+            ]
+            self._pieces[span, by_kernel] = found
+        return found
+
+
+class PagedBatch(BatchReader):
     """Where a packed batch writes and reads: the same for all layers of one forward pass. From `PagedAttention.batch`.
 
     Attributes:
@@ -54,73 +117,114 @@ class PagedBatch:
     def __init__(
         self, attention: PagedAttention, layout: KVLayout, sequences: list[Sequence], slots: npt.NDArray[np.int64]
     ) -> None:
-        self.sequences = sequences
+        super().__init__(attention, layout, sequences)
         self._slots = attention.upload(slots)
-        self._places = [_Place(attention, sequence, layout.block_size) for sequence in sequences]
-        self._masks = [_mask(sequence, layout.dtype, self._slots.device) for sequence in sequences]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
         """Puts the new tokens' K and V, each ``[1, kv_heads, tokens, head_dim]``, into their slots of the planes."""
         for plane, states in ((keys, new_keys), (values, new_values)):
             plane.view(-1, *plane.shape[2:]).index_copy_(0, self._slots, states[0].transpose(0, 1))
 
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        """Causal attention of each sequence over its own blocks; grouped queries where there are fewer K/V heads.
-
-        Args:
-            query: ``[1, heads, tokens, head_dim]``, packed.
-            keys: plane of K, ``[blocks, block_size, kv_heads, head_dim]``, new tokens written.
-            values: plane of V.
-            scale: factor on the scores; None for ``head_dim ** -0.5``.
-
-        Returns:
-            ``[1, tokens, heads, head_dim]``.
-        """
-        outputs = []
-        grouped = query.shape[1] != keys.shape[2]
-        for sequence, place, mask in zip(self.sequences, self._places, self._masks, strict=True):
-            whole = sequence.tokens == sequence.kv_length
-            output = scaled_dot_product_attention(
-                query[:, :, sequence.start : sequence.stop],
-                place.read(keys),
-                place.read(values),
-                attn_mask=mask,
-                is_causal=whole and sequence.kv_length > 1,
-                scale=scale,
-                enable_gqa=grouped,
-            )
-            outputs.append(output.transpose(1, 2))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
 
 class _Place:
     """Where one sequence's tokens lie in a plane: a slice where its blocks are neighbours, else a list of blocks."""
 
-    def __init__(self, attention: PagedAttention, sequence: Sequence, block_size: int) -> None:
+    def __init__(self, attention: Uploads, sequence: Sequence, block_size: int) -> None:
         blocks = -(-sequence.kv_length // block_size)
         table = sequence.block_table[:blocks]
-        self.kv_length = sequence.kv_length
         self.first_slot: int | None = None
         if int(table[-1]) - int(table[0]) == blocks - 1 and bool((table[1:] - table[:-1] == 1).all()):
             self.first_slot = int(table[0]) * block_size
         else:
             self.blocks = attention.upload(table)
 
-    def read(self, plane: torch.Tensor) -> torch.Tensor:
-        """``[1, kv_heads, kv_length, head_dim]``: a view of the plane, or of a copy of scattered blocks."""
+    def read(self, plane: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """``[1, kv_heads, last - first, head_dim]``: a view of the plane, or of a copy of scattered blocks."""
+        block_size = plane.shape[1]
         if self.first_slot is None:
-            rows = plane.index_select(0, self.blocks).view(-1, *plane.shape[2:])[: self.kv_length]
+            passed = first // block_size
+            rows = plane.index_select(0, self.blocks[passed : -(-last // block_size)]).view(-1, *plane.shape[2:])
+            first, last = first - passed * block_size, last - passed * block_size
         else:
-            rows = plane.view(-1, *plane.shape[2:])[self.first_slot : self.first_slot + self.kv_length]
-        return rows.transpose(0, 1).unsqueeze(0)
+            rows = plane.view(-1, *plane.shape[2:])
+            first, last = self.first_slot + first, self.first_slot + last
+        return rows[first:last].transpose(0, 1).unsqueeze(0)
 
 
-def _mask(sequence: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Right-down causal mask, ``[tokens, kv_length]``; None where the kernel's own or no mask is the same."""
-    tokens = sequence.tokens
-    if tokens in (1, sequence.kv_length):
+class _Piece(NamedTuple):
+    """Some new tokens of a sequence, and the keys that any of them sees."""
+
+    place: _Place
+    start: int  # in the packed row
+    stop: int
+    first: int  # of the sequence's tokens
+    last: int
+    mask: torch.Tensor | None
+
+
+def _cut(sequence: Sequence, place: _Place, span: Span, by_kernel: bool, query: torch.Tensor) -> Iterator[_Piece]:
+    """A sequence whole; or in pieces, where few of its keys are seen from any place: each reads these alone."""
+    before = sequence.kv_length - sequence.tokens
+    step = sequence.tokens
+    if span.limits(sequence.kv_length):
+        step = max(_SMALLEST_PIECE, *(reach for reach in span if reach is not None))
+    for at in range(0, sequence.tokens, step):
+        end = min(at + step, sequence.tokens)
+        first, last = span.first_key(before + at), before + end
+        mask = _mask(before + at, first, last, span, by_kernel, query)
+        yield _Piece(place, sequence.start + at, sequence.start + end, first, last, mask)
+
+
+def _attend_by_kernel(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, kind: AttentionKind
+) -> torch.Tensor:
+    """Of one sequence, ``[1, heads, tokens, head_dim]``."""
+    return scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None and query.shape[2] > 1,
+        scale=kind.scale,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+
+
+def _attend_by_hand(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, kind: AttentionKind
+) -> torch.Tensor:
+    """As `_attend_by_kernel`, with what torch's kernel has no argument for: as models' own eager attention does it."""
+    _, heads, tokens, head_dim = query.shape
+    kv_heads, length = keys.shape[1], keys.shape[2]
+    scale = head_dim**-0.5 if kind.scale is None else kind.scale
+    # Heads that share K/V stand together: their rows are one matrix, and K/V need not be repeated.
+    rows = query.reshape(1, kv_heads, -1, head_dim)
+    scores = (rows @ keys.transpose(2, 3)).view(1, heads, tokens, length) * scale
+    if kind.softcap is not None:
+        scores = (scores / kind.softcap).tanh_() * kind.softcap
+    if mask is not None:
+        scores = scores + mask
+    if kind.sinks is not None:
+        sinks = kind.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, heads, tokens, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., :length].to(values.dtype)
+    return (weights.reshape(1, kv_heads, -1, length) @ values).view(1, heads, tokens, -1)
+
+
+def _mask(
+    query_first: int, first: int, last: int, span: Span, by_kernel: bool, query: torch.Tensor
+) -> torch.Tensor | None:
+    """For queries ``[query_first, last)`` over keys ``[first, last)``: minus infinity where one does not see the other.
+
+    None where nothing is hidden, and where the kernel's own causal mask is the same.
+    """
+    if last - query_first == 1 or (by_kernel and query_first == first and not span.limits(last - first)):
         return None
-    hidden = torch.full((tokens, sequence.kv_length), float("-inf"), dtype=dtype, device=device)
-    return hidden.triu_(sequence.kv_length - tokens + 1)
+    keys = torch.arange(first, last, device=query.device)
+    queries = keys[query_first - first :, None]
+    hidden = keys > queries
+    if span.window is not None:
+        hidden |= keys <= queries - span.window
+    if span.chunk is not None:
+        hidden |= keys // span.chunk < queries // span.chunk
+    return torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))

@@ -19,6 +19,7 @@ import torch
 import torch_npu
 
 from npu_prompt_cache.attention import cpu
+from npu_prompt_cache.attention.kind import AttentionKind
 from npu_prompt_cache.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ _MASK_SIDE = 2048
 _MAX_SEQUENCES = 4096
 #: Right-down causal: the last query sees the last key, whatever the lengths are.
 _RIGHT_DOWN_CAUSAL = 3
+#: The same, and each query sees only so many keys before its own.
+_BAND = 4
 
 
 _FUSED = "npu_fused_infer_attention_score_v2"
@@ -40,7 +43,7 @@ _SDPA = "scaled_dot_product_attention"
 
 
 class Route(NamedTuple):
-    """How a model's attention goes over the pool."""
+    """How a layer's attention goes over the pool."""
 
     op: str
     layout: str
@@ -48,74 +51,103 @@ class Route(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    fits: Callable[[KVLayout, int], bool]
+    fits: Callable[[KVLayout, int, AttentionKind], bool]
     op: str | None  # None: refused
     layout: str
     reason: str
 
 
+def _packs(kv: KVLayout, heads: int) -> bool:
+    """True where the operator takes packed sequences (TND)."""
+    return kv.head_dim == 128 or (kv.head_dim == 64 and heads == kv.num_kv_heads)
+
+
 #: The first rule that fits decides. Of the fused operators it is the one that its page recommends wherever neither a
-#: shared prefix nor quantised K/V are wanted.
+#: shared prefix nor quantised K/V are wanted. Torch's own operators take each sequence's rows, which are copied
+#: together on the device where its blocks are no neighbours.
 _RULES = (
     _Rule(
-        lambda kv, heads: kv.dtype is torch.float32,
+        lambda kv, heads, kind: kv.dtype is torch.float32,
         _SDPA,
         "BNSD",
-        "fused attention takes float16 and bfloat16 only; torch's own takes each sequence's rows, which are copied "
-        "together on the device where its blocks are no neighbours",
+        "fused attention takes float16 and bfloat16 only",
     ),
     _Rule(
-        lambda kv, heads: kv.block_size % 128 != 0 or kv.block_size > 512,
+        lambda kv, heads, kind: kv.block_size % 128 != 0 or kv.block_size > 512,
         None,
         "",
         "fused attention over pages takes blocks of 128, 256, 384 or 512 tokens: set block_size",
     ),
     _Rule(
-        lambda kv, heads: heads > 256,
+        lambda kv, heads, kind: heads > 256,
         None,
         "",
         "fused attention takes at most 256 query heads",
     ),
     _Rule(
-        lambda kv, heads: heads // kv.num_kv_heads > 64,
+        lambda kv, heads, kind: heads // kv.num_kv_heads > 64,
         None,
         "",
         "fused attention takes at most 64 query heads for each key/value head",
     ),
     _Rule(
-        lambda kv, heads: kv.num_kv_heads * kv.head_dim > 65535,
+        lambda kv, heads, kind: kv.num_kv_heads * kv.head_dim > 65535,
         None,
         "",
         "fused attention over pages [blocks, block_size, H] takes H = key/value heads * head_dim up to 65535",
     ),
-    _Rule(lambda kv, heads: kv.head_dim == 128, _FUSED, "TND", "packed, no padding: TND takes head_dim 128"),
     _Rule(
-        lambda kv, heads: kv.head_dim == 64 and heads == kv.num_kv_heads,
-        _FUSED,
-        "TND",
-        "packed, no padding: TND takes head_dim 64 where queries are not grouped",
+        lambda kv, heads, kind: kv.head_dim % 16 != 0 or kv.head_dim > 512,
+        None,
+        "",
+        "fused attention takes a head_dim that is a multiple of 16, at most 512",
     ),
     _Rule(
-        lambda kv, heads: kv.head_dim % 16 == 0 and kv.head_dim <= 512,
+        lambda kv, heads, kind: kind.softcap is not None or kind.span.chunk is not None,
+        _SDPA,
+        "BNSD",
+        "fused attention knows neither soft-capped scores nor chunks of keys",
+    ),
+    _Rule(
+        lambda kv, heads, kind: kind.sinks is not None and kind.sinks.dtype is not torch.bfloat16,
+        _SDPA,
+        "BNSD",
+        "fused attention takes sinks in bfloat16 only",
+    ),
+    _Rule(lambda kv, heads, kind: _packs(kv, heads), _FUSED, "TND", "packed, no padding"),
+    _Rule(
+        lambda kv, heads, kind: kind.sinks is not None,
+        _SDPA,
+        "BNSD",
+        "fused attention takes sinks with TND only, and TND takes head_dim 128, or 64 where queries are not grouped",
+    ),
+    _Rule(
+        lambda kv, heads, kind: kind.span.window is not None,
+        _SDPA,
+        "BNSD",
+        "outside TND, which does not take this head_dim, fused attention shows a single query token every key",
+    ),
+    _Rule(
+        lambda kv, heads, kind: True,
         _FUSED,
         "BSND",
-        "TND does not take this head_dim; BSND takes multiples of 16 up to 512",
+        "TND takes head_dim 128, or 64 where queries are not grouped; BSND takes multiples of 16 up to 512",
     ),
-    _Rule(lambda kv, heads: True, None, "", "fused attention takes a head_dim that is a multiple of 16, at most 512"),
 )
 
 
-def route(layout: KVLayout, num_heads: int) -> Route:
-    """Decides how a model's attention goes over the pool.
+def route(layout: KVLayout, num_heads: int, kind: AttentionKind) -> Route:
+    """Decides how a layer's attention goes over the pool.
 
     Args:
         layout: of the pool.
         num_heads: query heads.
+        kind: what the layer asks for; no kind is refused that another one is not.
 
     Raises:
         UnsupportedModel: no operator takes it; the message says why.
     """
-    rule = next(rule for rule in _RULES if rule.fits(layout, num_heads))
+    rule = next(rule for rule in _RULES if rule.fits(layout, num_heads, kind))
     if rule.op is None:
         raise UnsupportedModel(f"attention over the pool on the NPU cannot be: {rule.reason}; found {layout}")
     return Route(rule.op, rule.layout, rule.reason)
@@ -144,8 +176,8 @@ def paged_attention(layout: KVLayout, num_heads: int, device: torch.device) -> P
     Raises:
         UnsupportedModel: no operator takes the model's shapes.
     """
-    way = route(layout, num_heads)
-    return SdpaAttention(layout, device) if way.op == _SDPA else PagedAttention(layout, num_heads, way, device)
+    way = route(layout, num_heads, AttentionKind())
+    return SdpaAttention(layout, device) if way.op == _SDPA else PagedAttention(layout, device)
 
 
 class _OnStream:
@@ -198,16 +230,12 @@ class PagedAttention(_OnStream):
 
     Args:
         layout: of the pool.
-        num_heads: query heads.
-        way: the `route` of the two.
         device: of the pool and the model.
     """
 
-    def __init__(self, layout: KVLayout, num_heads: int, way: Route, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
         super().__init__(device)
-        self.route = way
-        self._layout = layout
-        self._num_heads = num_heads
+        self.layout = layout
         self._table_on_host = np.zeros((0, 0), np.int32)
         self._table = self._empty(0, 0)
         self._slots = self._empty(0)
@@ -246,12 +274,15 @@ class PagedAttention(_OnStream):
         values: torch.Tensor,
         table: torch.Tensor,
         lengths: tuple[list[int], list[int]],
-        scale: float | None,
+        input_layout: str,
+        kind: AttentionKind,
     ) -> torch.Tensor:
-        """One call of the operator; `query` as the route's layout wants it, lengths of queries and of keys."""
+        """One call of the operator; `query` as the layout wants it, lengths of queries and of keys."""
         blocks, block_size, heads, head_dim = keys.shape
         # The pages define no mask of 2048 x 2048 for a single query token outside TND, and it sees every key anyway.
-        masked = self.route.layout == "TND" or query.shape[1] > 1
+        masked = input_layout == "TND" or query.shape[1] > 1
+        window = kind.span.window
+        band = {} if window is None else {"pre_tokens": window - 1, "next_tokens": 0}
         output, _ = torch_npu.npu_fused_infer_attention_score_v2(
             query,
             keys.view(blocks, block_size, heads * head_dim),
@@ -260,12 +291,14 @@ class PagedAttention(_OnStream):
             actual_seq_qlen=lengths[0],
             actual_seq_kvlen=lengths[1],
             block_table=table,
-            num_query_heads=self._num_heads,
+            learnable_sink=kind.sinks,
+            num_query_heads=query.shape[-2],
             num_key_value_heads=heads,
-            softmax_scale=head_dim**-0.5 if scale is None else scale,
-            input_layout=self.route.layout,
-            sparse_mode=_RIGHT_DOWN_CAUSAL if masked else 0,
+            softmax_scale=head_dim**-0.5 if kind.scale is None else kind.scale,
+            input_layout=input_layout,
+            sparse_mode=(_BAND if band else _RIGHT_DOWN_CAUSAL) if masked else 0,
             block_size=block_size,
+            **band,
         )
         return output  # type: ignore[no-any-return]
 
@@ -292,7 +325,7 @@ class PagedBatch:
         )
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kind: AttentionKind
     ) -> torch.Tensor:
         """Causal attention of each sequence over its own blocks; grouped queries where there are fewer K/V heads.
 
@@ -300,13 +333,16 @@ class PagedBatch:
             query: ``[1, heads, tokens, head_dim]``, packed.
             keys: plane of K, ``[blocks, block_size, kv_heads, head_dim]``, new tokens written.
             values: plane of V.
-            scale: factor on the scores; None for ``head_dim ** -0.5``.
+            kind: what the layer asks for.
 
         Returns:
             ``[1, tokens, heads, head_dim]``.
         """
+        way = route(self._attention.layout, query.shape[1], kind)
+        if way.op == _SDPA:
+            return self._reader.attend(query, keys, values, kind)
         packed = _token_major(query)
-        is_packed = self._attention.route.layout == "TND"
+        is_packed = way.layout == "TND"
         outputs = []
         for first, last in self._calls(keys.shape[0], keys.shape[1], is_packed):
             sequences = self.sequences[first:last]
@@ -318,9 +354,13 @@ class PagedBatch:
             lengths = (queries, [s.kv_length for s in sequences])
             if not is_packed:
                 rows = rows.view(len(sequences), tokens, *rows.shape[1:])
-            output = self._attention.attend(rows, keys, values, self._table[first:last], lengths, scale)
+            output = self._attention.attend(rows, keys, values, self._table[first:last], lengths, way.layout, kind)
             outputs.append(output.view(-1, *packed.shape[1:]))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+
+    @functools.cached_property
+    def _reader(self) -> cpu.BatchReader:
+        return cpu.BatchReader(self._attention, self._attention.layout, self.sequences)
 
     def _calls(self, block_count: int, block_size: int, is_packed: bool) -> Iterator[tuple[int, int]]:
         """Intervals of neighbouring sequences that one call takes.

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import npu_prompt_cache as npc
 from npu_prompt_cache import sim
 from npu_prompt_cache.attention import npu
+from npu_prompt_cache.attention.kind import AttentionKind
 from npu_prompt_cache.attention.sequence import Sequence
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -106,7 +107,7 @@ def test_every_route_gives_the_logits_of_no_cache(shape: str, dtype: torch.dtype
         wanted = exact(prompt, logits_to_keep=5).logits
         plain = model(prompt.to("npu:0"), logits_to_keep=5).logits.cpu().double()
         cache = npc.enable(model, pool_bytes=256 << 20)
-        assert shape.startswith(npu.route(cache.layout, 4).layout)
+        assert shape.startswith(npu.route(cache.layout, 4, AttentionKind()).layout)
         cold = model(prompt.to("npu:0"), logits_to_keep=5).logits.cpu().double()
         hit = model(prompt.to("npu:0"), logits_to_keep=5).logits.cpu().double()
     assert cache.stats().hit_tokens == 595
@@ -115,6 +116,67 @@ def test_every_route_gives_the_logits_of_no_cache(shape: str, dtype: torch.dtype
     rounding = (plain - wanted).abs().max()
     for ours in (cold, hit):
         assert (ours - wanted).abs().max() <= 2 * rounding
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+#: What layers may ask of their attention besides, and what serves them in half precision.
+KINDS: dict[str, tuple[str, dict[str, object], set[str]]] = {
+    "windows": ("mistral", {"head_dim": 128, "sliding_window": 200}, {"TND"}),
+    "windows, head_dim 80": ("mistral", {"head_dim": 80, "sliding_window": 200}, {"BNSD"}),
+    "windows in some layers": ("cwm", {**MIXED, "head_dim": 64, "sliding_window": 130}, {"BNSD", "BSND"}),
+    "soft caps": ("gemma2", {**MIXED, "sliding_window": 130, "attn_logit_softcapping": 1.0}, {"BNSD"}),
+    "chunks": (
+        "llama4_text",
+        {
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "attention_chunk_size": 130,
+            "attn_temperature_tuning": False,
+            "moe_layers": [],
+            "intermediate_size_mlp": 96,
+        },
+        {"BNSD", "BSND"},
+    ),
+    "sinks": ("granite_swa", {**MIXED, "head_dim": 128, "sliding_window": 130, "attention_multiplier": 0.1}, {"TND"}),
+    "sinks, head_dim 64": (
+        "granite_swa",
+        {**MIXED, "head_dim": 64, "sliding_window": 130, "attention_multiplier": 0.1},
+        {"BNSD"},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_gives_the_logits_of_no_cache(name: str, dtype: torch.dtype, monkeypatch) -> None:
+    model_type, changes, layouts = KINDS[name]
+    model = on_npu(dtype, model_type, **changes)
+    exact = mild_model(model_type, **changes).to(dtype).double()
+    taken, route = set(), npu.route
+
+    def spy(*arguments: object) -> npu.Route:
+        taken.add(route(*arguments).layout)
+        return route(*arguments)
+
+    monkeypatch.setattr(npu, "route", spy)
+    prompt, last = join(SYSTEM, tokens(100, seed=1)), 5
+    on_device = prompt.to("npu:0")
+    with torch.no_grad():
+        wanted = exact(prompt, logits_to_keep=last).logits
+        plain = model(on_device, logits_to_keep=last).logits.cpu().double()
+        cache = npc.enable(model, pool_bytes=256 << 20)
+        cold = model(on_device, logits_to_keep=last).logits
+        hit = model(on_device, logits_to_keep=last).logits
+        past, steps = model(on_device[:, :-last], logits_to_keep=1).cache, []
+        for at in range(600 - last, 600):
+            steps.append(model(on_device[:, at : at + 1], cache=past).logits)
+    assert cache.stats().hit_tokens == 595 + 594
+    npc.disable(model)
+    if dtype is torch.float32 or (dtype is torch.float16 and "sinks" in name):  # that the operator does not take
+        layouts = {"BNSD"}
+    assert taken == layouts | {route(cache.layout, 4, AttentionKind()).layout}
+    rounding = max((plain - wanted).abs().max(), 1e-6)
+    for ours in (cold, hit, torch.cat(steps, dim=1)):
+        assert (ours.cpu().double() - wanted).abs().max() <= 2 * rounding
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +357,7 @@ def test_more_sequences_than_a_call_takes() -> None:
     keys[1:, 0] = first.to("npu:0")
     sequences = [Sequence(i, i + 1, 1, np.array([1 + i], np.int32)) for i in range(count)]
     batch = npu.paged_attention(layout, 1, keys.device).batch(sequences, 128 * (1 + np.arange(count)))
-    found = batch.attend(torch.randn(1, 1, count, 64).half().to("npu:0"), keys, keys, None)
+    found = batch.attend(torch.randn(1, 1, count, 64).half().to("npu:0"), keys, keys, AttentionKind())
     torch.testing.assert_close(found.cpu()[0], first, rtol=1e-3, atol=1e-3)  # of one key: its value
 
 

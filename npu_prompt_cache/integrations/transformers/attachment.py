@@ -22,7 +22,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from npu_prompt_cache.attention import paged_attention
 from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
-from npu_prompt_cache.integrations.transformers.attention import PagedForward, attending
+from npu_prompt_cache.integrations.transformers.attention import PagedForward, attending, kept_tokens
 from npu_prompt_cache.integrations.transformers.models import ATTENTION_PREFIX, is_ours, layout_of, original_attention
 from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache, itself
 from npu_prompt_cache.integrations.transformers.request import (
@@ -50,6 +50,7 @@ class Attachment:
         self.owns_cache = False
         self.installed = False
         self._positional = tuple(inspect.signature(model.forward).parameters)
+        self._reach = kept_tokens(model.config)
         self._scopes = threading.local()
         self._replaced: dict[str, Any] = {}
         self._install()
@@ -203,12 +204,12 @@ class Attachment:
         self, original: Callable[..., Any], paged: PagedCache, request: Request, skips: list[int]
     ) -> CausalLMOutputWithPast:
         batch = paged.batch(request, skips)
-        forward = PagedForward(self.cache, batch)
+        forward = PagedForward(self.cache, batch, self._reach)
         with paged.running(forward), attending(forward):
             output = original(
                 input_ids=packed_ids(request, skips),
                 position_ids=paged.upload(packed_positions(batch)),
-                attention_mask=_no_mask(self.model.device),
+                attention_mask=None,
                 cache=paged,
                 use_cache=True,
                 logits_to_keep=paged.upload(kept_rows(request, batch, skips)),
@@ -352,10 +353,3 @@ def _attached(model: PreTrainedModel) -> Attachment | None:
 
 
 _attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
-
-
-@functools.cache
-def _no_mask(device: torch.device) -> torch.Tensor:
-    """A mask that is 4-D already passes the models' mask functions as it is: the batch knows what attends to what."""
-    with torch.inference_mode(False):
-        return torch.empty(1, 1, 0, 0, device=device)

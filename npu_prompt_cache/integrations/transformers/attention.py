@@ -1,4 +1,9 @@
-"""Our attention function in transformers' registries, and the forward that it serves."""
+"""Our attention and mask functions in transformers' registries, and the forward that they serve.
+
+A model makes a mask for each kind of its layers through the registry and hands it on to their attention. Inside a
+cached forward the masks are empty tensors that stand for what they would hide: what a layer's queries see is told by
+the mask that its attention is given, and by nothing else, as it is without a cache.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,28 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+import torch
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from npu_prompt_cache.attention.kind import EVERYTHING, AttentionKind, Span
 from npu_prompt_cache.errors import UnsupportedModel
 from npu_prompt_cache.integrations.transformers.models import ATTENTION_PREFIX, SUPPORTED_ATTENTION
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
+    from collections.abc import Callable
+
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from npu_prompt_cache.attention import PagedBatch
     from npu_prompt_cache.cache import PromptCache
@@ -29,12 +45,20 @@ _SAYS_NOTHING = frozenset({"position_ids", "use_cache"})
 
 
 class PagedForward:
-    """One forward over the pool: the packed batch, and which layers have written and read it."""
+    """One forward over the pool: the packed batch, the masks, and which layers have written and read it.
 
-    def __init__(self, cache: PromptCache, batch: PagedBatch) -> None:
+    Args:
+        cache: the pool.
+        batch: where its tokens go.
+        reach: `kept_tokens` of the model.
+    """
+
+    def __init__(self, cache: PromptCache, batch: PagedBatch, reach: list[int | None]) -> None:
         self._cache = cache
         self._batch = batch
+        self._reach = reach
         self._attended = 0
+        self._masks: list[tuple[torch.Tensor, Span]] = []
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -48,10 +72,29 @@ class PagedForward:
         if key is not keys or value is not values:
             raise UnsupportedModel(f"{type(module).__name__} attends over other keys or values than it caches")
 
-    def attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def mask(self, span: Span, device: torch.device) -> torch.Tensor:
+        """A tensor that stands for the mask of layers whose queries see so much."""
+        mask = torch.empty(1, 1, 0, 0, device=device)
+        self._masks.append((mask, span))
+        return mask
+
+    def span_of(self, module: torch.nn.Module, mask: torch.Tensor | None) -> Span:
+        """What the mask that a layer's attention is given stands for."""
+        name = type(module).__name__
+        span = next((span for ours, span in self._masks if ours is mask), None)
+        if span is None:
+            raise UnsupportedModel(f"{name} attends by a mask that transformers' mask functions have not made")
+        # Without the cache a layer sees no more than transformers' own cache keeps for it.
+        reach = span.window if span.chunk is None else span.chunk
+        kept = self._reach[module.layer_idx]  # type: ignore[index]
+        if reach != kept:
+            raise UnsupportedModel(f"{name} hides all but {reach} tokens, where its config has {kept} kept")
+        return span
+
+    def attend(self, layer: int, query: torch.Tensor, kind: AttentionKind) -> torch.Tensor:
         """Of packed queries ``[1, heads, tokens, head_dim]``; returns ``[1, tokens, heads, head_dim]``."""
         self._attended += 1
-        return self._batch.attend(query, self._cache.key(layer), self._cache.value(layer), scale)
+        return self._batch.attend(query, self._cache.key(layer), self._cache.value(layer), kind)
 
     def check_complete(self, model: PreTrainedModel) -> None:
         """A model that passed a layer by our attention computed something else."""
@@ -102,13 +145,30 @@ def _attention(
             else ALL_ATTENTION_FUNCTIONS[own]
         )
         return function(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+    span = paged.span_of(module, attention_mask)
+    kind = _kind(own, module, span, scaling, kwargs)
     _refuse_what_is_not_served(module, kwargs)
     paged.check_same(module, key, value)
-    return paged.attend(module.layer_idx, query, scaling), None  # type: ignore[arg-type]
+    return paged.attend(module.layer_idx, query, kind), None  # type: ignore[arg-type]
+
+
+def _kind(
+    own: str, module: torch.nn.Module, span: Span, scaling: float | None, kwargs: dict[str, Any]
+) -> AttentionKind:
+    """What the model's own attention would do with these arguments; takes those that it understands out of them."""
+    # It hides nothing by this one: the mask does.
+    if (window := kwargs.pop("sliding_window", None)) is not None and window != span.window:
+        raise UnsupportedModel(
+            f"{type(module).__name__} tells its attention of a sliding_window of {window}, where its mask has "
+            f"{'none' if span.window is None else span.window}"
+        )
+    if own != "eager":  # torch's takes neither of the two below
+        return AttentionKind(scaling, span)
+    return AttentionKind(scaling, span, kwargs.pop("softcap", None), kwargs.pop("s_aux", None))
 
 
 def _refuse_what_is_not_served(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-    """Windows, soft caps, sinks, biases: what changes attention reaches it as an argument, by any name."""
+    """Biases, other heads, …: what changes attention reaches it as an argument, by any name."""
     if not kwargs.pop("is_causal", getattr(module, "is_causal", True)):
         raise UnsupportedModel(f"{type(module).__name__} attends to later tokens; only causal attention is served")
     kwargs["dropout"] = kwargs.get("dropout") or None
@@ -117,6 +177,44 @@ def _refuse_what_is_not_served(module: torch.nn.Module, kwargs: dict[str, Any]) 
             raise UnsupportedModel(f"{type(module).__name__} asks its attention for {name}, which is not served")
 
 
+def _mask(own: str, *args: Any, **kwargs: Any) -> Any:
+    """A stand-in inside a cached forward, else the model's own mask."""
+    paged = _running.forward
+    if paged is None:
+        return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)
+    return paged.mask(_span(kwargs["mask_function"], kwargs.get("local_size")), kwargs["device"])
+
+
+def _span(function: Callable[..., Any], size: int | None) -> Span:
+    """What a mask function shows: one that is not what transformers makes for that is refused."""
+    if function is causal_mask_function:
+        return EVERYTHING
+    if size is not None:
+        if _same(function, sliding_window_causal_mask_function(size)):
+            return Span(window=size)
+        if _same(function, chunked_causal_mask_function(size, torch.zeros(1))):
+            return Span(chunk=size)
+    raise UnsupportedModel("a mask is asked for that is neither causal nor of a sliding window or chunks alone")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True where two functions have the same code and, all the way down, the same values bound to it."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return True  # columns of left padding: the packed row has none
+    if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
+        return bool(one == other)
+    bound = [tuple(cell.cell_contents for cell in each.__closure__ or ()) for each in (one, other)]
+    return one.__code__ is other.__code__ and _same(*bound)
+
+
+def kept_tokens(config: PreTrainedConfig) -> list[int | None]:
+    """How many of a layer's last tokens transformers' own cache lets a query see, itself among them; None for all."""
+    _, options = get_layer_types_and_kwargs(config)
+    return [of_layer.get("sliding_window") for of_layer in options]
+
+
 for _own in SUPPORTED_ATTENTION:
     AttentionInterface.register(f"{ATTENTION_PREFIX}{_own}", functools.partial(_attention, _own))
-    AttentionMaskInterface.register(f"{ATTENTION_PREFIX}{_own}", ALL_MASK_ATTENTION_FUNCTIONS[_own])
+    AttentionMaskInterface.register(f"{ATTENTION_PREFIX}{_own}", functools.partial(_mask, _own))

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 #: Model types whose code was read for this: a token's K/V depend on weights, tokens and ``position_ids`` alone, and
-#: attention is full and causal over ``cache.update``'s keys, through the attention registry. Each is tested against its
-#: uncached self; passing that test is not enough to stand here.
+#: attention is causal over ``cache.update``'s keys and of a kind that `AttentionKind` has, through the registries of
+#: attention and mask functions. Each is tested against its uncached self; that alone is not enough to stand here.
 SUPPORTED_MODEL_TYPES = (
+    "afmoe",
     "apertus",
     "apertus1p5_text",
     "arcee",
     "aria_text",
+    "beam",
     "bert",
     "bert-generation",
     "biogpt",
@@ -29,7 +31,9 @@ SUPPORTED_MODEL_TYPES = (
     "codegen",
     "cohere",
     "cohere2",
+    "cohere2_moe",
     "ctrl",
+    "cwm",
     "dbrx",
     "dots1",
     "electra",
@@ -39,17 +43,24 @@ SUPPORTED_MODEL_TYPES = (
     "ernie4_5_moe",
     "exaone",
     "exaone4",
+    "exaone_moe",
     "flex_olmo",
+    "flint",
     "gemma",
+    "gemma2",
+    "gemma3_text",
     "glm",
     "glm4",
     "glm4_moe",
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",
+    "gpt_oss",
     "gptj",
     "granite",
+    "granite_swa",
     "granitemoe",
+    "granitemoe_swa",
     "granitemoeshared",
     "helium",
     "hunyuan_v1_dense",
@@ -59,12 +70,17 @@ SUPPORTED_MODEL_TYPES = (
     "internlm3",
     "iquestcoder",
     "jais2",
+    "kolibri1",
+    "laguna",
     "llama",
+    "llama4_text",
     "mellum",
     "minimax_m2",
+    "ministral",
     "ministral3",
     "mistral",
     "mixtral",
+    "modernbert-decoder",
     "nanochat",
     "nemotron",
     "olmo",
@@ -85,7 +101,10 @@ SUPPORTED_MODEL_TYPES = (
     "solar_open",
     "stablelm",
     "starcoder2",
+    "vaultgemma",
 )
+#: What a layer's queries may see: every token so far, the last ones, those of their own chunk.
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 #: Rotary scalings under which a token's key depends on nothing but the token's position.
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "ntk_alpha", "yarn")
 #: What a forward must take for rows to be packed: positions of each token, and which logits are wanted.
@@ -99,13 +118,18 @@ _REFUSED_BECAUSE = {
     "data2vec-text": "counts positions from its padding token on",
     "diffllama": "attends twice in every layer",
     "doge": "adds a mask of its own to attention",
+    "dory": "runs its layers several times over",
+    "gemma3n_text": "has layers that attend over K/V of other layers",
+    "gemma4_text": "has layers that attend over K/V of other layers",
+    "gemma4_unified_text": "has layers that attend over K/V of other layers",
     "git": "reads images too: equal token ids need not mean equal input",
     "hrm_text": "runs its layers several times over",
     "jetmoe": "attends over other keys than it caches",
-    "laguna": "may have another number of heads in every layer",
     "lfm2": "may have convolutions, whose state is no K/V",
+    "lfm2_moe": "may have convolutions, whose state is no K/V",
     "minimax_m3_vl_text": "may attend to chosen blocks of keys only",
     "mllama_text_model": "has layers that attend to images",
+    "moshi": "attends to tokens that transformers' own cache drops: its answers depend on how a prompt is cut",
     "phi4_multimodal": "reads images and sounds too: equal token ids need not mean equal input",
     "phimoe": "may scale rotary positions by the length of the sequence",
     "roberta": "counts positions from its padding token on",
@@ -151,11 +175,8 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
     config = model.config
     if config.is_encoder_decoder:
         refuse("it is an encoder-decoder: its decoder's K/V depend on the encoder's input, not on token ids alone")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        refuse(f"it has layers of type {', '.join(sorted(kinds - {'full_attention'}))}; only full attention is served")
-    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None:
-        refuse(f"it attends over a sliding window (sliding_window={config.sliding_window})")
+    if others := set(getattr(config, "layer_types", None) or ()) - set(SUPPORTED_LAYER_TYPES):
+        refuse(f"it has layers of type {', '.join(sorted(others))}; served are {', '.join(SUPPORTED_LAYER_TYPES)}")
     takes = inspect.signature(type(model).forward).parameters
     if missing := [argument for argument in _NEEDED_ARGUMENTS if argument not in takes]:
         refuse(f"its forward takes no {', '.join(missing)}")
@@ -165,6 +186,8 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
         refuse("text is only a part of what it reads: equal token ids need not mean equal input")
     if getattr(config, "kv_lora_rank", None) is not None:
         refuse(f"it computes K/V from latents (kv_lora_rank={config.kv_lora_rank}), which are not served")
+    if getattr(config, "attn_temperature_tuning", False):
+        refuse("it scales queries by their column, padding included (attn_temperature_tuning=True)")
     if getattr(config, "reorder_and_upcast_attn", False):
         refuse("it may pass by the registry of attention functions (reorder_and_upcast_attn=True)")
     if config.model_type not in SUPPORTED_MODEL_TYPES:

@@ -97,6 +97,16 @@ class PagedCache(DynamicCache):
         """Columns so far: what the longest row holds."""
         return self._columns if self._dense is None else int(self._dense.get_seq_length(layer_idx))
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Columns before the queries."""
+        return self._columns if self._dense is None else int(self._dense.get_query_offset(layer_idx))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys of a layer, and the first one's place: in the pool each layer has all of them."""
+        if self._dense is None:
+            return self._columns + query_length, 0
+        return self._dense.get_mask_sizes(query_length, layer_idx)
+
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: it grows as long as the pool has room, and goes on outside the pool then."""
         return -1
