@@ -225,6 +225,9 @@ class PromptCache:
         watermark_bytes: pool bytes kept free after every commit; by default 256 MiB, or a quarter of a smaller pool.
         namespace: everything besides the tokens that the K/V depend on. `for_model` and `attach` make one; a
             program of its own passes what tells its models apart.
+        deterministic: only whole blocks are published and found, and an attached model computes each block of each
+            prompt in a forward of its own: the logits of a hit are those of the cold run bit for bit. A program of its
+            own does the same, and commits nothing that it computed in other forwards (such as by decoding).
         acl_lib: path of the Ascend runtime library, instead of the search.
 
     Raises:
@@ -253,12 +256,14 @@ class PromptCache:
         pool_bytes: int | None = None,
         watermark_bytes: int | None = None,
         namespace: bytes = b"",
+        deterministic: bool = False,
         acl_lib: str | None = None,
     ) -> None:
         if not isinstance(namespace, bytes):
             raise TypeError(f"namespace={namespace!r} is a {type(namespace).__name__}: bytes are needed")
         self.layout = layout
         self.namespace = namespace
+        self.deterministic = deterministic
         self.config = CacheConfig.resolve(device, max_gb, pool_bytes, watermark_bytes, acl_lib)
         if acl_lib is None and self.config.device_type == "cpu":
             acl_lib = sim.library_path()
@@ -270,6 +275,7 @@ class PromptCache:
             watermark_bytes=self.config.watermark_bytes,
             plane_block_bytes=[layout.plane_block_bytes] * layout.num_planes,
             block_size=layout.block_size,
+            whole_blocks=deterministic,
         )
         elements = self._core.block_count * layout.plane_block_bytes // layout.dtype.itemsize
         if elements >= MAX_PLANE_ELEMENTS:
@@ -301,6 +307,7 @@ class PromptCache:
         block_size: int = 128,
         pool_bytes: int | None = None,
         watermark_bytes: int | None = None,
+        deterministic: bool = False,
         acl_lib: str | None = None,
     ) -> PromptCache:
         """A cache with the layout, the dtype and the device of a transformers model. `attach` it next.
@@ -319,6 +326,7 @@ class PromptCache:
             max_gb,
             pool_bytes=pool_bytes,
             watermark_bytes=watermark_bytes,
+            deterministic=deterministic,
             acl_lib=acl_lib,
         )
         cache._made_for = weakref.ref(model)

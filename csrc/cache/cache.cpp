@@ -25,7 +25,7 @@ LookedUp Cache::lookup(std::string_view name_space, const Token* tokens, int64_t
   check_open();
   LookedUp result;
   if (Root* root = tree_.find_root(name_space)) {
-    PathMatch match = tree_.match(root, tokens, count);
+    PathMatch match = this->match(root, tokens, count);
     result.cached_tokens = match.tokens;
     for (Entry* entry : match.path) result.blocks.push_back(entry->block);
     if (match.tail.entry != nullptr) {
@@ -48,7 +48,7 @@ Acquired Cache::acquire(std::string_view name_space, const Token* tokens, int64_
   leases_.reserve(leases_.size() + 1);
 
   Root* root = tree_.get_root(name_space);
-  PathMatch match = tree_.match(root, tokens, limit);
+  PathMatch match = this->match(root, tokens, limit);
   for (Entry* entry : match.path) {
     tree_.pin(entry);
     lease->blocks.push_back(entry->block);
@@ -71,8 +71,7 @@ Acquired Cache::acquire(std::string_view name_space, const Token* tokens, int64_
       // The part to copy from may be the very entry that must go: rather compute those tokens again than
       // fail.
       tree_.unpin(match.tail.entry);
-      match.tokens -= match.tail.tokens;
-      match.tail = Found{};
+      match.drop_tail();
     }
     if (!make_room(own_blocks)) {
       if (pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) < own_blocks)
@@ -192,6 +191,7 @@ int64_t Cache::commit(Lease* lease, const Token* tokens, int64_t count, Ticket w
   check_open();
   check_commit(lease, tokens, count);
   const int64_t block_size = options_.block_size;
+  if (options_.whole_blocks) count -= count % block_size;
   int64_t start = static_cast<int64_t>(lease->path.size()) * block_size;
   std::vector<Token>
       known;  // of what will remain below the path's end; made first, so that nothing can throw between
@@ -277,6 +277,12 @@ void Cache::clear() {
 void Cache::close() {
   std::lock_guard lock(mutex_);
   closed_ = true;
+}
+
+PathMatch Cache::match(Root* root, const Token* tokens, int64_t count) const {
+  PathMatch match = tree_.match(root, tokens, count);
+  if (options_.whole_blocks) match.drop_tail();
+  return match;
 }
 
 void Cache::count_lookup(int64_t tokens, int64_t hit_tokens) {
