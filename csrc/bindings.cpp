@@ -321,16 +321,16 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<PromptCache, std::shared_ptr<PromptCache>>(m, "PromptCache")
       .def(py::init([](const std::string& acl_lib, int32_t device, size_t pool_bytes, size_t watermark_bytes,
-                       const std::vector<size_t>& plane_block_bytes, int32_t block_size, int priority_bits,
-                       bool fenced) {
+                       const std::vector<size_t>& plane_block_bytes, int32_t block_size, bool whole_blocks,
+                       int priority_bits, bool fenced) {
              py::gil_scoped_release release;
              return std::make_shared<PromptCache>(
                  npc::device::PoolOptions{acl_lib, device, pool_bytes, watermark_bytes, plane_block_bytes,
-                                          block_size, priority_bits, fenced});
+                                          block_size, whole_blocks, priority_bits, fenced});
            }),
            py::kw_only(), py::arg("acl_lib"), py::arg("device"), py::arg("pool_bytes"),
            py::arg("watermark_bytes"), py::arg("plane_block_bytes"), py::arg("block_size"),
-           py::arg("priority_bits") = 32, py::arg("fenced") = true)
+           py::arg("whole_blocks") = false, py::arg("priority_bits") = 32, py::arg("fenced") = true)
       .def(
           "lookup",
           [](PromptCache& cache, const py::bytes& name_space, const py::object& ids) {

@@ -38,6 +38,7 @@ class PromptCache:
         watermark_bytes: typing.SupportsInt | typing.SupportsIndex,
         plane_block_bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         block_size: typing.SupportsInt | typing.SupportsIndex,
+        whole_blocks: bool = False,
         priority_bits: typing.SupportsInt | typing.SupportsIndex = 32,
         fenced: bool = True,
     ) -> None: ...

@@ -301,6 +301,12 @@ class PromptCache:
         watermark_bytes: pool bytes kept free after every commit; by default 256 MiB, or a quarter of a smaller pool.
         namespace: everything besides the tokens that the K/V depend on. `for_model` and `attach` make one; a
             program of its own passes what tells its models apart.
+        deterministic: only whole blocks are published and found, and an attached model computes each block of each
+            row in a forward of its own: the logits of a hit are those of the cold run bit for bit, and each row of a
+            batch is what it is alone, with the same number of torch's threads. A cold prefill takes some 6 % longer,
+            up to a block more of a hit is computed, rows are decoded one after another, and what was generated is
+            not cached. A program of its own computes by the same rule, and commits nothing that it computed in
+            forwards of another shape (such as by decoding).
         acl_lib: path of the Ascend runtime library, instead of the search.
 
     Raises:
@@ -329,12 +335,14 @@ class PromptCache:
         pool_bytes: int | None = None,
         watermark_bytes: int | None = None,
         namespace: bytes = b"",
+        deterministic: bool = False,
         acl_lib: str | None = None,
     ) -> None:
         if not isinstance(namespace, bytes):
             raise TypeError(f"namespace={namespace!r} is a {type(namespace).__name__}: bytes are needed")
         self.layout = layout
         self.namespace = namespace
+        self.deterministic = deterministic
         self.config = CacheConfig.resolve(device, max_gb, pool_bytes, watermark_bytes, acl_lib)
         if acl_lib is None and self.config.device_type == "cpu":
             acl_lib = sim.library_path()
@@ -346,6 +354,7 @@ class PromptCache:
             watermark_bytes=self.config.watermark_bytes,
             plane_block_bytes=[layout.plane_block_bytes] * layout.num_planes,
             block_size=layout.block_size,
+            whole_blocks=deterministic,
         )
         elements = self._core.block_count * layout.plane_block_bytes // layout.dtype.itemsize
         if elements >= MAX_PLANE_ELEMENTS:
@@ -377,6 +386,7 @@ class PromptCache:
         block_size: int = 128,
         pool_bytes: int | None = None,
         watermark_bytes: int | None = None,
+        deterministic: bool = False,
         acl_lib: str | None = None,
     ) -> PromptCache:
         """A cache with the layout, the dtype and the device of a transformers model. `attach` it next.
@@ -395,6 +405,7 @@ class PromptCache:
             max_gb,
             pool_bytes=pool_bytes,
             watermark_bytes=watermark_bytes,
+            deterministic=deterministic,
             acl_lib=acl_lib,
         )
         cache._made_for = weakref.ref(model)

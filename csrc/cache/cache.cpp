@@ -18,7 +18,7 @@ LookedUp Cache::lookup(std::string_view name_space, const Token* tokens, int64_t
   check_open();
   LookedUp result;
   if (Root* root = tree_.find_root(name_space)) {
-    PathMatch match = tree_.match(root, tokens, count);
+    PathMatch match = this->match(root, tokens, count);
     result.cached_tokens = match.tokens;
     for (Entry* entry : match.path) result.blocks.push_back(entry->block);
     if (match.tail.entry != nullptr) {
@@ -137,6 +137,7 @@ int64_t Cache::commit(Lease* lease, const Token* tokens, int64_t count, Ticket w
   check_open();
   check_commit(lease, tokens, count);
   const int64_t block_size = options_.block_size;
+  if (options_.whole_blocks) count -= count % block_size;
   const int64_t start = static_cast<int64_t>(lease->path.size()) * block_size;
   const int64_t new_start = std::max(start, count / block_size * block_size);
   // All that can throw comes first: what will be known of the tokens below the path's new end, and room.
@@ -222,6 +223,12 @@ void Cache::clear() {
 void Cache::close() {
   std::lock_guard lock(mutex_);
   closed_ = true;
+}
+
+PathMatch Cache::match(Root* root, const Token* tokens, int64_t count) const {
+  PathMatch match = tree_.match(root, tokens, count);
+  if (options_.whole_blocks) match.drop_tail();
+  return match;
 }
 
 void Cache::count_lookup(int64_t tokens, int64_t hit_tokens) {

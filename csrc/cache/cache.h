@@ -40,6 +40,7 @@ struct CacheOptions {
   int32_t block_size = 128;     // tokens
   size_t block_bytes = 0;       // of one block in all planes together
   size_t watermark_blocks = 0;  // kept free after every commit and release, where evicting can do it
+  bool whole_blocks = false;    // entries are block_size tokens: the rest is neither published nor found
   int priority_bits = 32;       // PrefixTree's hook for tests
 };
 
@@ -158,7 +159,8 @@ class Cache {
 
   // Publishes tokens [0, count): their K/V are in the lease's slots, or will be once `written`, a ticket
   // taken on `stream`, has passed. cached <= count <= length; tokens must begin as acquired and as committed
-  // before. Returns the number of tokens that were not cached before.
+  // before. With `whole_blocks` a part of a block is left out. Returns the number of tokens that were not
+  // cached before.
   int64_t commit(Lease* lease, const Token* tokens, int64_t count, Ticket written = 0,
                  StreamId stream = nullptr);
 
@@ -200,6 +202,7 @@ class Cache {
   void give_blocks(Plan& plan, size_t number, StreamId stream, AcquiredBatch& batch);
   void share_blocks(const Lease* from, size_t count, Lease* to);
   static void check_inside(const Lease* lease, int64_t length, const char* what);
+  PathMatch match(Root* root, const Token* tokens, int64_t count) const;
   void count_lookup(int64_t tokens, int64_t hit_tokens);
   size_t room_possible() const;
   bool make_room(size_t blocks, const char* what);

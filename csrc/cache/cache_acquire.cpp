@@ -68,8 +68,8 @@ void Cache::plan_row(Plan& plan, const Prompt& prompt, size_t shared_with, int64
   Lease* lease = row.lease.get();
   lease->root = plan.root;
   lease->length = prompt.count;
-  PathMatch match = tree_.match(plan.root, prompt.tokens, prompt.limit);
-  if (!with_parts) match.tokens -= std::exchange(match.tail, Found{}).tokens;
+  PathMatch match = this->match(plan.root, prompt.tokens, prompt.limit);
+  if (!with_parts) match.drop_tail();
   if (shared_tokens > match.tokens) {
     const Lease& other = *plan.rows[shared_with].lease;
     row.shared_with = shared_with;
@@ -99,7 +99,8 @@ void Cache::plan_rows(Plan& plan, const std::vector<Prompt>& prompts, bool with_
   plan.rows.reserve(prompts.size());
   for (const Prompt& prompt : prompts) {
     BatchPrefixes::Shared shared;
-    if (prompts.size() > 1) shared = prefixes.add(prompt.tokens, prompt.count);
+    // Whole blocks are computed one by one, in forwards that other rows have no part in.
+    if (prompts.size() > 1 && !options_.whole_blocks) shared = prefixes.add(prompt.tokens, prompt.count);
     plan_row(plan, prompt, shared.row, std::min(shared.tokens, prompt.limit), with_parts);
   }
 }
@@ -208,7 +209,7 @@ Acquired Cache::pin(std::string_view name_space, const Token* tokens, int64_t co
   auto lease = std::unique_ptr<Lease>(new Lease);
   lease->root = plan.root;
   try {
-    PathMatch match = tree_.match(lease->root, tokens, count);
+    PathMatch match = this->match(lease->root, tokens, count);
     lease->path = std::move(match.path);
     if (match.tail.entry != nullptr) lease->held.push_back({match.tail.entry, lease->path.size()});
     lease->cached = match.tokens;

@@ -20,6 +20,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "cache/types.h"
@@ -60,6 +61,8 @@ struct PathMatch {
       path;            // path[i] holds exactly the prompt's tokens [i * block_size, (i + 1) * block_size)
   Found tail;          // continues the path by tail.tokens more
   int64_t tokens = 0;  // path.size() * block_size + tail.tokens
+
+  void drop_tail() { tokens -= std::exchange(tail, {}).tokens; }
 };
 
 class PrefixTree {

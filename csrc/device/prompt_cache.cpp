@@ -17,6 +17,7 @@ CacheOptions cache_options(const PoolOptions& pool, const Region& region) {
   options.block_size = pool.block_size;
   options.block_bytes = region.block_bytes();
   options.watermark_blocks = (pool.watermark_bytes + region.block_bytes() - 1) / region.block_bytes();
+  options.whole_blocks = pool.whole_blocks;
   options.priority_bits = pool.priority_bits;
   return options;
 }

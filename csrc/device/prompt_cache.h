@@ -30,6 +30,7 @@ struct PoolOptions {
   size_t watermark_bytes = 0;
   std::vector<size_t> plane_block_bytes;
   int32_t block_size = 128;
+  bool whole_blocks = false;
   int priority_bits = 32;
   bool fenced = true;
 };

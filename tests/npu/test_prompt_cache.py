@@ -410,3 +410,22 @@ def test_a_model_elsewhere_than_the_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="is on cpu, the cache on npu:0"):
         cache.attach(model)
     cache.close()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_deterministic_hits_give_the_logits_of_the_cold_run_bit_for_bit(shape: str, dtype: torch.dtype) -> None:
+    model = on_npu(dtype, **SHAPES[shape])
+    cache = npc.enable(model, pool_bytes=256 << 20, deterministic=True)
+    prompts = [join(SYSTEM, tokens(n, seed=n)) for n in (100, 12, 13)]
+    batch = {name: value.to("npu:0") for name, value in left_padded(prompts).items()}
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    cold = torch.stack(model.generate(**batch, **options).logits).cpu()
+    hits = cache.stats().hit_tokens
+    hit = torch.stack(model.generate(**batch, **options).logits).cpu()
+    assert cache.stats().hit_tokens - hits == 512 + 384 + 512
+    alone = torch.stack(model.generate(prompts[0].to("npu:0"), **options).logits).cpu()
+    assert torch.equal(hit, cold)
+    assert torch.equal(alone[:, 0], cold[:, 0])
+    cache.check_integrity()
+    npc.disable(model)

@@ -26,8 +26,9 @@ from npu_prompt_cache.integrations.transformers.attention import PagedForward, a
 from npu_prompt_cache.integrations.transformers.models import ATTENTION_PREFIX, is_ours, layout_of, original_attention
 from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache, itself
 from npu_prompt_cache.integrations.transformers.request import (
+    Piece,
     Request,
-    kept_rows,
+    kept_places,
     packed_ids,
     packed_positions,
     read_request,
@@ -35,6 +36,8 @@ from npu_prompt_cache.integrations.transformers.request import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     from npu_prompt_cache.cache import PromptCache
@@ -191,32 +194,35 @@ class Attachment:
         first = paged.is_empty
         try:
             with paged.in_order():
-                output = self._compute(original, paged, request, skips)
+                parts = [self._compute(original, paged, request, pieces) for pieces in paged.forwards(request, skips)]
             paged.advance(request.input_ids)
         except BaseException:
             if first:  # nobody else can give these back
                 paged.release()
             raise
-        output.logits = unpack(output.logits, request)  # type: ignore[arg-type]
+        output, _ = parts[-1]
+        output.logits = unpack([(part.logits, wanted) for part, wanted in parts], request)  # type: ignore[misc]
         return output
 
     def _compute(
-        self, original: Callable[..., Any], paged: PagedCache, request: Request, skips: list[int]
-    ) -> CausalLMOutputWithPast:
-        batch = paged.batch(request, skips)
+        self, original: Callable[..., Any], paged: PagedCache, request: Request, pieces: list[Piece]
+    ) -> tuple[CausalLMOutputWithPast, npt.NDArray[np.int64]]:
+        """One forward of the model: its output, and the places of its logits among all that are asked for."""
+        batch = paged.batch(pieces)
+        places, wanted = kept_places(request, pieces)
         forward = PagedForward(self.cache, batch, self._reach)
         with paged.running(forward), attending(forward):
             output = original(
-                input_ids=packed_ids(request, skips),
+                input_ids=packed_ids(request, pieces),
                 position_ids=paged.upload(packed_positions(batch)),
                 attention_mask=None,
                 cache=paged,
                 use_cache=True,
-                logits_to_keep=paged.upload(kept_rows(request, batch, skips)),
+                logits_to_keep=paged.upload(places),
                 return_dict=True,
             )
         forward.check_complete(self.model)
-        return output  # type: ignore[no-any-return]
+        return output, wanted
 
 
 class _AttentionUse:

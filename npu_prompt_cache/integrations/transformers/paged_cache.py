@@ -17,6 +17,7 @@ from npu_prompt_cache.attention import PagedAttention, PagedBatch, paged_attenti
 from npu_prompt_cache.attention.sequence import Sequence
 from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
 from npu_prompt_cache.integrations.transformers.identity import namespace_of
+from npu_prompt_cache.integrations.transformers.request import Piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -189,16 +190,38 @@ class PagedCache(DynamicCache):
             # A row that was extended before another one failed keeps its slots.
             lease.extend(max(0, self._columns - int(start) + columns - lease.length))
 
-    def batch(self, request: Request, skips: list[int]) -> PagedBatch:
-        """The packed batch of the request's columns, without `skips` tokens at the beginning of each row."""
+    def forwards(self, request: Request, skips: list[int]) -> list[list[Piece]]:
+        """What to run, one forward after another, without `skips` tokens at the beginning of each row.
+
+        All rows are packed into one forward. In deterministic mode each forward takes what one row has in one block:
+        kernels round by the shape of their operands, and no other shape is the same whatever is cached.
+        """
         columns = request.input_ids.shape[1]
+        rows = enumerate(zip(request.starts, skips, strict=True))
+        pieces = [Piece(row, int(start) + skip, columns) for row, (start, skip) in rows]
+        if not self.prompt_cache.deterministic:
+            return [pieces]
+        return [[part] for piece in pieces for part in self._by_block(piece)]
+
+    def _by_block(self, piece: Piece) -> Iterator[Piece]:
+        size, start = self.prompt_cache.layout.block_size, piece.start
+        while start < piece.stop:
+            stop = start + size - (self._tokens_before(piece.row) + start) % size
+            yield Piece(piece.row, start, min(stop, piece.stop))
+            start = stop
+
+    def _tokens_before(self, row: int) -> int:
+        """What to add to a column of the next forward for the number of its token; negative where padding is left."""
+        return self._columns - int(self._starts[row])
+
+    def batch(self, pieces: list[Piece]) -> PagedBatch:
+        """The packed batch of pieces of the next forward's columns."""
         sequences, slots, at = [], [], 0
-        for lease, start, skip in zip(self._leases, self._starts, skips, strict=True):
-            length = self._columns - int(start) + columns
-            first = max(self._columns - int(start), 0) + skip
-            slots.append(lease.slots(first, length))
-            sequences.append(Sequence(at, at + length - first, length, lease.block_table))
-            at += length - first
+        for row, start, stop in pieces:
+            lease, before = self._leases[row], self._tokens_before(row)
+            slots.append(lease.slots(before + start, before + stop))
+            sequences.append(Sequence(at, at + stop - start, before + stop, lease.block_table))
+            at += stop - start
         return self._on_device().batch(sequences, np.concatenate(slots))
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
@@ -237,7 +260,9 @@ class PagedCache(DynamicCache):
                 return
             try:
                 if namespace_of(self._model) == self._namespace:
-                    for lease, ids in zip(self._leases, self._computed_ids(), strict=True):
+                    # Deterministic: what a later forward computed is rounded as that forward's shape has it.
+                    computed = self._prompts if self.prompt_cache.deterministic else self._computed_ids()
+                    for lease, ids in zip(self._leases, computed, strict=True):
                         lease.commit(ids)
             except PromptCacheError as error:
                 warnings.warn(f"not cached: {error}", CacheBypassWarning, stacklevel=2)

@@ -33,6 +33,14 @@ class Request(NamedTuple):
     kept: npt.NDArray[np.int64]  # columns whose logits are asked for
 
 
+class Piece(NamedTuple):
+    """Columns ``[start, stop)`` of one row of a request."""
+
+    row: int
+    start: int
+    stop: int
+
+
 def read_request(
     cache: PromptCache, model: PreTrainedModel, kwargs: dict[str, Any], paged: PagedCache
 ) -> Request | None:
@@ -119,10 +127,9 @@ def _kept_columns(keep: object, columns: int) -> npt.NDArray[np.int64] | None:
     return kept if bool(((kept >= 0) & (kept < columns)).all()) else None
 
 
-def packed_ids(request: Request, skips: list[int]) -> torch.Tensor:
-    """The new tokens of all rows, ``[1, tokens]``."""
-    rows = [row[int(start) + skip :] for row, start, skip in zip(request.input_ids, request.starts, skips, strict=True)]
-    return torch.cat(rows).unsqueeze(0)
+def packed_ids(request: Request, pieces: list[Piece]) -> torch.Tensor:
+    """The tokens of the pieces, ``[1, tokens]``."""
+    return torch.cat([request.input_ids[row, start:stop] for row, start, stop in pieces]).unsqueeze(0)
 
 
 def packed_positions(batch: PagedBatch) -> npt.NDArray[np.int64]:
@@ -131,17 +138,34 @@ def packed_positions(batch: PagedBatch) -> npt.NDArray[np.int64]:
     return np.concatenate(positions)[None]
 
 
-def kept_rows(request: Request, batch: PagedBatch, skips: list[int]) -> npt.NDArray[np.int64]:
-    """``[batch * kept]``: places in the packed row of the columns asked for; 0 for padding, which gets no use of it."""
-    first = np.array([sequence.start for sequence in batch.sequences]) - request.starts - np.array(skips)
-    places = np.where(request.kept >= request.starts[:, None], request.kept + first[:, None], 0)
-    return places.reshape(-1)
+def kept_places(request: Request, pieces: list[Piece]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where the logits asked for are in the packed row of the pieces, and where among all that are asked for.
+
+    The latter in ``[batch * kept]``. Equally many of both; but where no logits of the pieces are asked for, the place
+    of the last: operators need not take empty tensors.
+    """
+    rows, starts, stops = np.array(pieces).T
+    ends = np.cumsum(stops - starts)
+    piece, kept = np.nonzero((request.kept >= starts[:, None]) & (request.kept < stops[:, None]))
+    places = request.kept[kept] + (ends - stops)[piece]
+    return places if len(places) else ends[-1:] - 1, rows[piece] * len(request.kept) + kept
 
 
-def unpack(logits: torch.Tensor, request: Request) -> torch.Tensor:
-    """Logits ``[1, batch * kept, vocabulary]`` as ``[batch, kept, vocabulary]``; those of padding are 0."""
-    shaped = logits.view(len(request.starts), len(request.kept), -1)
-    padding = request.kept < request.starts[:, None]
-    if padding.any():
-        shaped[torch.from_numpy(padding).to(logits.device)] = 0
-    return shaped
+def unpack(parts: list[tuple[torch.Tensor, npt.NDArray[np.int64]]], request: Request) -> torch.Tensor:
+    """Logits as ``[batch, kept, vocabulary]``; those of padding are 0.
+
+    Args:
+        parts: of each forward its logits ``[1, n, vocabulary]``, and ``[n]`` their places in ``[batch * kept]`` (none
+            where none were asked for).
+        request: what was asked for.
+    """
+    shape = len(request.starts), len(request.kept), -1
+    for logits, places in parts:
+        if len(places) == shape[0] * shape[1]:
+            return logits.view(shape)
+    first, _ = parts[0]
+    together = first.new_zeros(shape[0] * shape[1], first.shape[2])
+    for logits, places in parts:
+        if len(places):
+            together.index_copy_(0, torch.from_numpy(places).to(first.device), logits[0])
+    return together.view(shape)
