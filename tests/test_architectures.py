@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import LAYERS, LOADED_AS, MODEL_TYPES, NOT_BUILDABLE, WINDOW, build, tiny_config_of
-from tiny import join, left_padded, tokens
+from tiny import Embedded, join, left_padded, tokens
 from transformers import CONFIG_MAPPING, DynamicCache, GPT2DoubleHeadsModel, PreTrainedModel
 from transformers.models.cwm import modeling_cwm
 
@@ -55,21 +55,6 @@ def _frozen() -> Iterator[None]:
 def _code_of_models_is_not_looked_at_again(_frozen: None) -> None:
     """The collection after each test would walk all that was imported so far: half of the time of these tests."""
     gc.freeze()
-
-
-class Embedded:
-    """Counts the tokens that go through the model's embedding."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._tokens = 0
-        model.get_input_embeddings().register_forward_hook(self._count)
-
-    def _count(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        self._tokens += output.shape[:-1].numel()
-
-    def take(self) -> int:
-        taken, self._tokens = self._tokens, 0
-        return taken
 
 
 def enable(model: PreTrainedModel) -> npc.PromptCache:

@@ -71,3 +71,18 @@ def left_padded(prompts: list[torch.Tensor], extra: int = 0) -> dict[str, torch.
         ids[row, columns - prompt.shape[1] :] = prompt
         mask[row, columns - prompt.shape[1] :] = 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+class Embedded:
+    """Counts the tokens that go through the model's embedding."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        self._tokens = 0
+        model.get_input_embeddings().register_forward_hook(self._count)
+
+    def _count(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        self._tokens += output.shape[:-1].numel()
+
+    def take(self) -> int:
+        taken, self._tokens = self._tokens, 0
+        return taken

@@ -47,14 +47,17 @@ class PagedAttention:
         """The array as a tensor."""
         return torch.from_numpy(array)
 
-    def batch(self, sequences: list[Sequence], slots: npt.NDArray[np.int64]) -> PagedBatch:
+    def batch(
+        self, sequences: list[Sequence], slots: npt.NDArray[np.int64], sources: npt.NDArray[np.int64] | None = None
+    ) -> PagedBatch:
         """A packed batch.
 
         Args:
             sequences: in packed order, together covering the row.
-            slots: int64 ``[tokens]``: the slot of each new token, ``block * block_size + offset``.
+            slots: int64 ``[n]``: where K/V are written, ``block * block_size + offset``.
+            sources: int64 ``[n]``: which new token's; by default each token's, in their order.
         """
-        return PagedBatch(self, self._layout, sequences, slots)
+        return PagedBatch(self, self._layout, sequences, slots, sources)
 
 
 class BatchReader:
@@ -115,15 +118,27 @@ class PagedBatch(BatchReader):
     """
 
     def __init__(
-        self, attention: PagedAttention, layout: KVLayout, sequences: list[Sequence], slots: npt.NDArray[np.int64]
+        self,
+        attention: PagedAttention,
+        layout: KVLayout,
+        sequences: list[Sequence],
+        slots: npt.NDArray[np.int64],
+        sources: npt.NDArray[np.int64] | None,
     ) -> None:
         super().__init__(attention, layout, sequences)
         self._slots = attention.upload(slots)
+        self._sources = None if sources is None else attention.upload(sources)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
-        """Puts the new tokens' K and V, each ``[1, kv_heads, tokens, head_dim]``, into their slots of the planes."""
+        """Puts the new tokens' K and V, each ``[1, kv_heads, tokens, head_dim]``, into their slots of the planes.
+
+        That of a token which several rows of the batch begin with goes to the slots of each, before any of them reads.
+        """
         for plane, states in ((keys, new_keys), (values, new_values)):
-            plane.view(-1, *plane.shape[2:]).index_copy_(0, self._slots, states[0].transpose(0, 1))
+            rows = states[0].transpose(0, 1)
+            if self._sources is not None:
+                rows = rows.index_select(0, self._sources)
+            plane.view(-1, *plane.shape[2:]).index_copy_(0, self._slots, rows)
 
 
 class _Place:

@@ -240,18 +240,22 @@ class PagedAttention(_OnStream):
         self._table = self._empty(0, 0)
         self._slots = self._empty(0)
 
-    def batch(self, sequences: list[Sequence], slots: npt.NDArray[np.int64]) -> PagedBatch:
+    def batch(
+        self, sequences: list[Sequence], slots: npt.NDArray[np.int64], sources: npt.NDArray[np.int64] | None = None
+    ) -> PagedBatch:
         """A packed batch; the tables hold it until the next one.
 
         Args:
             sequences: in packed order, together covering the row.
-            slots: int64 ``[tokens]``: the slot of each new token, ``block * block_size + offset``.
+            slots: int64 ``[n]``: where K/V are written, ``block * block_size + offset``.
+            sources: int64 ``[n]``: which new token's; by default each token's, in their order.
         """
         if len(slots) > len(self._slots):
             self._slots = self._empty(len(slots))
         self._slots[: len(slots)].copy_(_pinned(slots.astype(np.int32)), non_blocking=True)
         self._set_table(sequences)
-        return PagedBatch(self, sequences, self._slots[: len(slots)], self._table)
+        taken = None if sources is None else self.upload(sources)
+        return PagedBatch(self, sequences, self._slots[: len(slots)], taken, self._table)
 
     def _set_table(self, sequences: list[Sequence]) -> None:
         rows, width = self._table_on_host.shape
@@ -311,18 +315,28 @@ class PagedBatch:
     """
 
     def __init__(
-        self, attention: PagedAttention, sequences: list[Sequence], slots: torch.Tensor, table: torch.Tensor
+        self,
+        attention: PagedAttention,
+        sequences: list[Sequence],
+        slots: torch.Tensor,
+        sources: torch.Tensor | None,
+        table: torch.Tensor,
     ) -> None:
         self.sequences = sequences
         self._attention = attention
         self._slots = slots
+        self._sources = sources
         self._table = table
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
-        """Puts the new tokens' K and V, each ``[1, kv_heads, tokens, head_dim]``, into their slots of the planes."""
-        torch_npu.npu_scatter_pa_kv_cache(
-            _token_major(new_keys), _token_major(new_values), keys, values, self._slots, cache_mode="Norm"
-        )
+        """Puts the new tokens' K and V, each ``[1, kv_heads, tokens, head_dim]``, into their slots of the planes.
+
+        That of a token which several rows of the batch begin with goes to the slots of each, before any of them reads.
+        """
+        new_keys, new_values = _token_major(new_keys), _token_major(new_values)
+        if self._sources is not None:
+            new_keys, new_values = (rows.index_select(0, self._sources) for rows in (new_keys, new_values))
+        torch_npu.npu_scatter_pa_kv_cache(new_keys, new_values, keys, values, self._slots, cache_mode="Norm")
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kind: AttentionKind

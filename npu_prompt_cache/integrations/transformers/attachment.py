@@ -1,4 +1,4 @@
-"""An attached model: three methods of the instance, and the scope of a request."""
+"""An attached model: methods of the instance, and the scope of a request."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Attachment:
         self.installed = False
         self._positional = tuple(inspect.signature(model.forward).parameters)
         self._reach = kept_tokens(model.config)
-        self._scopes = threading.local()
         self._replaced: dict[str, Any] = {}
+        self._has_said = False  # that a cache_implementation is asked for
         self._install()
 
     def detach(self) -> None:
@@ -87,6 +87,8 @@ class Attachment:
             "forward": self._forward,
             "generate": self._generate,
             "_prepare_cache_for_generation": self._prepare_cache,
+            "continuous_batching_context_manager": self._continuous_batching,
+            "init_continuous_batching": self._start_continuous_batching,
         }
         with _AttentionUse.lock:
             self._attention = _AttentionUse.of(self.model)
@@ -101,22 +103,20 @@ class Attachment:
     # -- generate: the scope of a request
 
     def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        outer = getattr(self._scopes, "caches", None)
-        caches: list[PagedCache] = []
-        self._scopes.caches = caches
-        self._scopes.is_standard = kwargs.get("custom_generate") is None
+        scope = _Scope(self, _thread.scope, kwargs.get("custom_generate") is None)
+        _thread.scope = scope
         try:
             result = original(*args, **kwargs)
-            for cache in caches:
+            for cache in scope.caches:
                 cache.publish()
             return result
         except BaseException:
-            for cache in caches:  # a traceback may hold them for long
+            for cache in scope.caches:  # a traceback may hold them for long
                 cache.release()
             raise
         finally:
-            self._scopes.caches = outer
-            for cache in caches:
+            _thread.scope = scope.outer
+            for cache in scope.caches:
                 cache.in_generate = cache.is_continued_by_generate = False
 
     def _prepare_cache(
@@ -128,27 +128,56 @@ class Attachment:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        caches: list[PagedCache] | None = getattr(self._scopes, "caches", None)
+        scope, implementation = _thread.scope, generation_config.cache_implementation
         serves = (
-            caches is not None
+            scope is not None
+            and scope.attachment is self
             and model_kwargs.get("cache") is None
             and generation_config.use_cache is not False
-            and generation_config.cache_implementation is None
-            and generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-            and not generation_config.is_assistant
+            and generation_mode in _SERVED_MODES
         )
-        if not serves or caches is None:
+        if serves and implementation not in (None, "dynamic"):
+            self._say_uncached(implementation)
+            serves = False
+        if not serves or scope is None:
             original(generation_config, model_kwargs, generation_mode, *args, **kwargs)
             return
         pad = generation_config._pad_token_tensor
         paged = self._new_cache(in_generate=True, pad_token_id=None if pad is None else int(pad))
         paged.is_continued_by_generate = (
-            self._scopes.is_standard
+            scope.is_standard
+            and generation_mode in _TRUSTED_MODES
+            and not generation_config.is_assistant
             and generation_config.prefill_chunk_size is None  # later chunks have masks of the caller's
             and generates_by_the_book(self.model)
         )
-        caches.append(paged)
+        scope.keep(paged, generation_config.is_assistant)
         model_kwargs["cache"] = paged
+
+    def _say_uncached(self, implementation: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            warnings.warn(
+                f"running uncached: cache_implementation={implementation!r} asks for another cache than the prompt "
+                "cache; leave it out to use this one (said once)",
+                CacheBypassWarning,
+                stacklevel=2,
+            )
+
+    @contextmanager
+    def _continuous_batching(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """It has a paged cache of its own, and wants an attention that it knows by name."""
+        with self._attention.set_aside(), original(*args, **kwargs) as manager:
+            yield manager
+
+    def _start_continuous_batching(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._attention.is_set_aside_here():
+            raise PromptCacheError(
+                f"{type(self.model).__name__} has a prompt cache attached, and init_continuous_batching() starts what "
+                "nobody tells the end of: detach first (npc.disable(model), handle.detach()), or use generate_batch() "
+                "or continuous_batching_context_manager(), which set the cache aside while they run"
+            )
+        return original(*args, **kwargs)
 
     # -- forward
 
@@ -165,11 +194,13 @@ class Attachment:
             with attending(None):
                 return original(**kwargs)
         # A close or a detach in another thread waits for, or leaves its rest to, the forward that runs.
-        with self._attention.running(), paged.lock:
-            return self._serve(original, kwargs, paged)
+        with self._attention.running() as is_ours_to_use, paged.lock:
+            request = read_request(self.cache, self.model, kwargs, paged) if is_ours_to_use else None
+            return self._serve(original, kwargs, paged, request)
 
-    def _serve(self, original: Callable[..., Any], kwargs: dict[str, Any], paged: PagedCache) -> Any:
-        request = read_request(self.cache, self.model, kwargs, paged)
+    def _serve(
+        self, original: Callable[..., Any], kwargs: dict[str, Any], paged: PagedCache, request: Request | None
+    ) -> Any:
         if request is not None:
             try:
                 skips = paged.begin(request)
@@ -225,6 +256,29 @@ class Attachment:
         return output, wanted
 
 
+class _Scope:
+    """A generate() of an attached model that runs in this thread."""
+
+    def __init__(self, attachment: Attachment, outer: _Scope | None, is_standard: bool) -> None:
+        self.attachment = attachment
+        self.outer = outer  # the generate() that this one runs inside
+        self.is_standard = is_standard  # its loop is none of the user's
+        #: Published when it ends well, given back when it fails.
+        self.caches: list[PagedCache] = []
+
+    def keep(self, cache: PagedCache, is_assistants: bool) -> None:
+        """An assistant's cache goes on over many of its generate() calls, to the end of the one that it assists."""
+        scope = self.outer if is_assistants and self.outer is not None else self
+        scope.caches.append(cache)
+
+
+class _Thread(threading.local):
+    scope: _Scope | None = None
+
+
+_thread = _Thread()
+
+
 class _AttentionUse:
     """Who needs our attention function to be the one that a config names: attachments, and forwards that run.
 
@@ -233,6 +287,7 @@ class _AttentionUse:
     """
 
     lock = threading.RLock()
+    _changed = threading.Condition(lock)
     _of_config: ClassVar[dict[int, _AttentionUse]] = {}
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -240,6 +295,8 @@ class _AttentionUse:
         self._own = original_attention(model.config._attn_implementation)
         self.attached = 0
         self._running = 0
+        self._set_aside_by: list[int] = []  # threads
+        self._is_due = False  # ours is to be named when it is set aside no more
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> _AttentionUse:
@@ -247,26 +304,59 @@ class _AttentionUse:
             return cls._of_config.setdefault(id(model.config), cls(model))
 
     def set_ours(self) -> None:
-        self._model.set_attn_implementation(f"{ATTENTION_PREFIX}{self._own}")
+        self._is_due = True
         self.attached += 1
+        self._name_ours_if_due()
 
     def restore_if_unused(self) -> None:
-        if self.attached or self._running:
+        if self.attached or self._running or self._set_aside_by:
             return
-        if is_ours(self._model.config._attn_implementation):
-            self._model.set_attn_implementation(self._own)
+        self._name_own()
         self._of_config.pop(id(self._model.config), None)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> Iterator[bool]:
+        """A forward runs, served where it is told True."""
         with self.lock:
-            self._running += 1
+            serves = not self._set_aside_by
+            self._running += serves
         try:
+            yield serves
+        finally:
+            with self.lock:
+                self._running -= serves
+                self.restore_if_unused()
+                self._changed.notify_all()
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """The config names the model's own attention: forwards that are served end before, none begins inside."""
+        with self.lock:
+            self._set_aside_by.append(threading.get_ident())
+        try:
+            with self.lock:
+                self._changed.wait_for(lambda: not self._running)
+                self._is_due |= is_ours(self._model.config._attn_implementation)
+                self._name_own()
             yield
         finally:
             with self.lock:
-                self._running -= 1
+                self._set_aside_by.remove(threading.get_ident())
+                self._name_ours_if_due()
                 self.restore_if_unused()
+
+    def _name_own(self) -> None:
+        if is_ours(self._model.config._attn_implementation):
+            self._model.set_attn_implementation(self._own)
+
+    def _name_ours_if_due(self) -> None:
+        if self._is_due and self.attached and not self._set_aside_by:
+            self._model.set_attn_implementation(f"{ATTENTION_PREFIX}{self._own}")
+            self._is_due = False
+
+    def is_set_aside_here(self) -> bool:
+        with self.lock:
+            return threading.get_ident() in self._set_aside_by
 
 
 class _Method:
@@ -337,6 +427,16 @@ def _file_of(function: Callable[..., Any]) -> str:
     return "" if code is None else code.co_filename
 
 
+#: What generate() may do with a cache of ours.
+_SERVED_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
+)
+#: Those whose loop is `_LOOP`.
+_TRUSTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 #: What makes the arguments of the forwards of greedy search and sampling.
 _LOOP = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _TRANSFORMERS = f"{Path(transformers.__file__).parent}{os.sep}"

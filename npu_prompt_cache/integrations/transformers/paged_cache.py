@@ -28,17 +28,18 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
+_NONE: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class CacheBypassWarning(RuntimeWarning):
-    """A request ran uncached because the pool could not hold it, or the runtime failed."""
+    """A request ran uncached: the pool could not hold it, the runtime failed, or it asked for another cache."""
 
 
 class PagedCache(DynamicCache):
     """The `Cache` that an attached model is given: its K/V lie in the pool, held by one lease a row.
 
-    To code that only passes it on it looks like a ``DynamicCache``. Code that reaches into it (``layers``, ``crop``,
-    ``reorder_cache``, …) gets one: the K/V are copied out and the request goes on uncached, with right results.
+    To code that passes it on, crops it or takes its rows apart it looks like a ``DynamicCache``. Code that reaches into
+    it (``layers``, iteration, …) gets one: the K/V are copied out and the request goes on uncached, with right results.
     """
 
     layer_class_to_replicate = None
@@ -66,6 +67,10 @@ class PagedCache(DynamicCache):
         self._prompts: list[npt.NDArray[np.int64]] = []  # token ids of each row, as far as the first forward saw
         self._later: list[torch.Tensor] = []  # ids [batch, n] of each later forward, on the model's device
         self._attention: PagedAttention | None = None  # from the first forward on
+        #: Rows that have gone since the last forward, their prompt and later ids: the best beam may be among them.
+        self._childless: list[tuple[Lease, npt.NDArray[np.int64], torch.Tensor | None]] = []
+        #: Of the first forward: which of its tokens' K/V go to which other slots too, of rows that begin alike.
+        self._copies = _NONE
         self._columns = 0  # padding and tokens so far, the same for all rows
         self._forward: PagedForward | None = None
         self._dense: DynamicCache | None = None
@@ -127,6 +132,45 @@ class PagedCache(DynamicCache):
 
     is_sliding = is_dummy = is_linear
 
+    @property
+    def is_croppable(self) -> bool:
+        """True: `crop` leaves no trace."""
+        return True
+
+    def activate_past_recording(self) -> None:
+        """Nothing: every past state is there anyway."""
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """False: there is nothing to be recorded."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` columns, in the pool where every row keeps some of its own."""
+        with self.lock:
+            columns = self._columns + tokens_to_remove
+            if not self._can_change or tokens_to_remove > 0 or columns <= self._starts.max():
+                super().crop(tokens_to_remove)
+            elif tokens_to_remove:
+                self._crop_to(columns)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i goes on from row ``beam_idx[i]``: blocks are shared, but for the one that rows part in."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, one after another; as `reorder_cache`."""
+        self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """The rows `indices`, numbers or a mask, in their order; as `reorder_cache`."""
+        with self.lock:
+            if not self._can_change:
+                super().batch_select_indices(indices)
+                return
+            parents = torch.arange(self.rows)[indices.cpu()]
+            if not torch.equal(parents, torch.arange(self.rows)):
+                self._take_rows(parents)
+
     def __repr__(self) -> str:
         where = "dense" if self._dense is not None else "in the pool"
         return f"PagedCache(rows={len(self._leases)}, length={self.get_seq_length()}, {where})"
@@ -158,7 +202,9 @@ class PagedCache(DynamicCache):
         return self._starts
 
     def begin(self, request: Request) -> list[int]:
-        """Makes room for a forward of the request's columns. Returns, for each row, its new tokens that are cached.
+        """Makes room for a forward of the request's columns.
+
+        Returns, for each row, new tokens that it need not compute: they are cached, or another row computes them.
 
         Raises:
             PromptCacheError: the pool cannot hold it; the cache is as it was.
@@ -167,23 +213,22 @@ class PagedCache(DynamicCache):
         if self._given_back:
             raise LeaseReleased("the request that this cache belongs to failed, and its K/V were given back")
         if not self.is_empty:
+            self._let_go()
             self._extend(columns)
             return [0] * len(self._leases)
-        cache, leases = self.prompt_cache, self._leases
+        cache = self.prompt_cache
         ids = request.input_ids.numpy(force=True).copy()  # the caller may write to its own
         self._namespace = namespace_of(self._model)
         prompts = [row[start:] for row, start in zip(ids, request.starts, strict=True)]
         root, first_kept = cache._root(None, self._namespace), int(request.kept.min())
         # Before the leases: it holds the stream that they are fenced on.
         self._attention = paged_attention(cache.layout, self._model.config.num_attention_heads, self._model.device)
-        try:
-            for prompt, start in zip(prompts, request.starts, strict=True):
-                leases.append(cache._acquire(root, prompt, max(first_kept - int(start), 0), None))
-        except BaseException:
-            self.release()
-            raise
+        limits = [max(first_kept - int(start), 0) for start in request.starts]
+        batch = cache._acquire_batch(root, prompts, limits)
+        self._leases, self._copies = batch.leases, (batch.copy_sources, batch.copy_slots)
         self._prompts, self._starts = prompts, request.starts
-        return [lease.cached_tokens for lease in leases]
+        skips: list[int] = batch.starts.tolist()
+        return skips
 
     def _extend(self, columns: int) -> None:
         for lease, start in zip(self._leases, self._starts, strict=True):
@@ -222,7 +267,12 @@ class PagedCache(DynamicCache):
             slots.append(lease.slots(before + start, before + stop))
             sequences.append(Sequence(at, at + stop - start, before + stop, lease.block_table))
             at += stop - start
-        return self._on_device().batch(sequences, np.concatenate(slots))
+        sources, more = self._copies  # none in deterministic mode, where rows share nothing
+        if not len(sources):
+            return self._on_device().batch(sequences, np.concatenate(slots))
+        return self._on_device().batch(
+            sequences, np.concatenate([*slots, more]), np.concatenate([np.arange(at), sources])
+        )
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """The array on the model's device; the host does not wait for it."""
@@ -250,8 +300,69 @@ class PagedCache(DynamicCache):
         if not self.is_empty:
             self._later.append(input_ids.clone())
         self._columns += input_ids.shape[1]
+        self._copies = _NONE
         if not self.in_generate:
             self.publish()
+
+    @property
+    def _can_change(self) -> bool:
+        """Whether rows and columns may be taken away: not while a forward runs over them."""
+        return self._dense is None and self._forward is None and not self.is_empty and not self._given_back
+
+    def _crop_to(self, columns: int) -> None:
+        removed = self._columns - columns
+        later = torch.cat(self._later, dim=1) if self._later else None
+        known = 0 if later is None else later.shape[1]
+        self._later = [] if later is None or removed >= known else [later[:, : known - removed]]
+        if removed > known:
+            self._prompts = [prompt[: len(prompt) + known - removed] for prompt in self._prompts]
+        self._columns = columns
+        self.is_continued_by_generate = False  # its loop knows nothing of this
+        try:
+            with self.in_order():
+                for lease, start in zip(self._leases, self._starts, strict=True):
+                    lease.truncate(columns - int(start))
+        except PromptCacheError as error:  # some of them are as long as before, which does no harm to a copy
+            self._go_on_outside(error)
+
+    def _take_rows(self, parents: torch.Tensor) -> None:
+        """The first of a row's children goes on with its lease, the others with forks of it; ids go with the rows."""
+        leases: list[Lease] = []
+        children: set[int] = set()
+        try:
+            with self.in_order():
+                for parent in parents.tolist():
+                    lease = self._leases[parent]
+                    length = self._columns - int(self._starts[parent])
+                    leases.append(lease.fork(length) if parent in children else lease)
+                    children.add(parent)
+        except PromptCacheError as error:
+            for fork in leases:
+                if fork not in self._leases:
+                    fork.release()
+            self._go_on_outside(error).batch_select_indices(parents)
+            return
+        self._let_go()
+        later = torch.cat(self._later, dim=1) if self._later else None
+        childless = [parent for parent in range(self.rows) if parent not in children]
+        self._childless = [
+            (self._leases[parent], self._prompts[parent], None if later is None else later[parent])
+            for parent in childless
+        ]
+        self._leases = leases
+        self._starts = self._starts[parents.numpy()]
+        self._prompts = [self._prompts[parent] for parent in parents.tolist()]
+        self._later = [] if later is None else [later.index_select(0, parents.to(later.device))]
+        self.is_continued_by_generate = False  # its loop knows nothing of this
+
+    def _let_go(self) -> None:
+        childless, self._childless = self._childless, []
+        for lease, _, _ in childless:
+            lease.release()
+
+    def _go_on_outside(self, error: PromptCacheError) -> DynamicCache:
+        warnings.warn(f"running uncached: {error}", CacheBypassWarning, stacklevel=2)
+        return self.to_dense()
 
     def publish(self) -> None:
         """Commits every row as far as it was computed: not where the model is another now than at the beginning."""
@@ -260,25 +371,32 @@ class PagedCache(DynamicCache):
                 return
             try:
                 if namespace_of(self._model) == self._namespace:
-                    # Deterministic: what a later forward computed is rounded as that forward's shape has it.
-                    computed = self._prompts if self.prompt_cache.deterministic else self._computed_ids()
-                    for lease, ids in zip(self._leases, computed, strict=True):
+                    for lease, ids in zip(self._leases, self._computed_ids(), strict=True):
                         lease.commit(ids)
+                    for lease, prompt, later in self._childless:
+                        lease.commit(self._with_later(prompt, later))
+                self._let_go()
             except PromptCacheError as error:
                 warnings.warn(f"not cached: {error}", CacheBypassWarning, stacklevel=2)
 
     def _computed_ids(self) -> list[npt.NDArray[np.int64]]:
-        """Token ids of each row, as far as it was computed."""
+        """Token ids of each row, as far as what was computed may be published."""
         if not self._later:
             return self._prompts
-        later = torch.cat(self._later, dim=1).numpy(force=True)
-        rows = zip(self._prompts, later, strict=True)
-        return [np.concatenate([prompt, _without_padding(row, self._pad_token_id)]) for prompt, row in rows]
+        later = torch.cat(self._later, dim=1)
+        return [self._with_later(prompt, row) for prompt, row in zip(self._prompts, later.cpu(), strict=True)]
+
+    def _with_later(self, prompt: npt.NDArray[np.int64], later: torch.Tensor | None) -> npt.NDArray[np.int64]:
+        # Deterministic: what a later forward computed is rounded as that forward's shape has it.
+        if later is None or self.prompt_cache.deterministic:
+            return prompt
+        return np.concatenate([prompt, _without_padding(later.numpy(force=True), self._pad_token_id)])
 
     def release(self) -> None:
         """Gives the leases back; what was not published is lost, and this cache cannot be used on."""
         with self.lock:
-            leases, self._leases = self._leases, []
+            leases = [*self._leases, *(lease for lease, _, _ in self._childless)]
+            self._leases, self._childless = [], []
             self._given_back = self._dense is None and not self.is_empty
             with ExitStack() as releases:  # all of them, whatever one raises
                 for lease in leases:
