@@ -151,6 +151,8 @@ class Attachment:
             and generation_config.prefill_chunk_size is None  # later chunks have masks of the caller's
             and generates_by_the_book(self.model)
         )
+        if generation_config.is_assistant:
+            paged.activate_past_recording()
         scope.keep(paged, generation_config.is_assistant)
         model_kwargs["cache"] = paged
 

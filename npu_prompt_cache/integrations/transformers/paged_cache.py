@@ -74,6 +74,7 @@ class PagedCache(DynamicCache):
         self._columns = 0  # padding and tokens so far, the same for all rows
         self._forward: PagedForward | None = None
         self._dense: DynamicCache | None = None
+        self._records_past = False  # once dense, layers with windows keep what they would drop until they are cropped
         #: Held over a forward, and over whatever moves K/V or gives them back.
         self.lock = threading.RLock()
         prompt_cache._paged_caches.add(self)
@@ -134,15 +135,18 @@ class PagedCache(DynamicCache):
 
     @property
     def is_croppable(self) -> bool:
-        """True: `crop` leaves no trace."""
-        return True
+        """True in the pool: `crop` leaves no trace."""
+        return self._dense is None or self._dense.is_croppable
 
     def activate_past_recording(self) -> None:
-        """Nothing: every past state is there anyway."""
+        """In the pool every past state is there anyway; the dense cache that this one may become is told."""
+        self._records_past = True
+        if self._dense is not None:
+            self._dense.activate_past_recording()
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """False: there is nothing to be recorded."""
-        return False
+        """False in the pool: there is nothing to be recorded."""
+        return self._dense is not None and self._dense.is_recording_past(layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` columns, in the pool where every row keeps some of its own."""
@@ -426,6 +430,8 @@ class PagedCache(DynamicCache):
         if self._given_back:
             raise LeaseReleased("the request that this cache belongs to failed, and its K/V were given back")
         cache, dense = self.prompt_cache, DynamicCache(config=self._model.config)
+        if self._records_past:
+            dense.activate_past_recording()
         if self.is_empty:
             return dense
         lengths = [self._columns - int(start) for start in self._starts]
