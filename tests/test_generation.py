@@ -439,6 +439,20 @@ def test_the_same_rows_stay_where_they_are() -> None:
     npc.disable(twin.models[0])
 
 
+def test_rows_and_columns_come_and_go_outside_the_pool() -> None:
+    twin = Twin()
+    twin.feed(torch.cat([tokens(20), tokens(20, seed=1)]))
+    assert len(twin.caches[0].layers) == 4  # who reaches into it makes it dense
+    for cache in twin.caches:
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([True, True, False, True]))
+        cache.crop(-3)
+        cache.reorder_cache(torch.tensor([2, 0, 1]))
+    twin.ids = torch.zeros(3, 17, dtype=torch.long)
+    twin.feed(tokens(6, seed=2).view(3, 2))
+    npc.disable(twin.models[0])
+
+
 @pytest.mark.parametrize("way", ["take", "crop"])
 def test_a_pool_without_room_for_a_copy_is_left(way: str) -> None:
     """Rows that part in the middle of a block need another one; so does a crop into a block that others read."""

@@ -142,7 +142,7 @@ class PagedCache(DynamicCache):
         """In the pool every past state is there anyway; the dense cache that this one may become is told."""
         self._records_past = True
         if self._dense is not None:
-            self._dense.activate_past_recording()
+            self._dense.activate_past_recording()  # type: ignore[no-untyped-call]
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """False in the pool: there is nothing to be recorded."""
@@ -163,7 +163,11 @@ class PagedCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one after another; as `reorder_cache`."""
-        self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
+        with self.lock:
+            if self._can_change:
+                self._take_rows(torch.arange(self.rows).repeat_interleave(repeats))
+            else:
+                super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """The rows `indices`, numbers or a mask, in their order; as `reorder_cache`."""
@@ -431,7 +435,7 @@ class PagedCache(DynamicCache):
             raise LeaseReleased("the request that this cache belongs to failed, and its K/V were given back")
         cache, dense = self.prompt_cache, DynamicCache(config=self._model.config)
         if self._records_past:
-            dense.activate_past_recording()
+            dense.activate_past_recording()  # type: ignore[no-untyped-call]
         if self.is_empty:
             return dense
         lengths = [self._columns - int(start) for start in self._starts]
