@@ -408,7 +408,7 @@ class PromptCache:
             deterministic=deterministic,
             acl_lib=acl_lib,
         )
-        cache._made_for = weakref.ref(model)
+        cache._made_for = weakref.ref(transformers.inner_model(model))
         return cache
 
     @contextlib.contextmanager

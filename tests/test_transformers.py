@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -809,6 +810,11 @@ def move_in_a_bank(model: transformers.PreTrainedModel) -> None:
     weight.data = torch.randn(2, *weight.shape, generator=torch.Generator().manual_seed(1))[1]
 
 
+def another_dictionary(model: transformers.PreTrainedModel) -> None:
+    norm = model.model.norm
+    norm._parameters = {"weight": torch.nn.Parameter(norm.weight * 2)}
+
+
 CHANGES = {
     "in place": lambda m: m.model.layers[1].mlp.down_proj.weight.mul_(1.5),
     "another parameter": lambda m: setattr(m.model.norm, "weight", torch.nn.Parameter(torch.rand(64))),
@@ -819,6 +825,9 @@ CHANGES = {
     "data in a bank": move_in_a_bank,
     "pruned": lambda m: torch.nn.utils.prune.l1_unstructured(m.model.layers[0].mlp.down_proj, "weight", 0.7),
     "a buffer": lambda m: m.model.rotary_emb.inv_freq.mul_(0.25),
+    "a forward": lambda m: setattr(m.model.layers[1].mlp, "forward", lambda x: x * 0.5),
+    "hooks taken away": lambda m: setattr(m.model.layers[0], "_forward_hooks", OrderedDict()),
+    "parameters in another dictionary": another_dictionary,
     "a hook": lambda m: m.model.layers[0].register_forward_hook(lambda mod, args, out: out * 1.5),
 }
 
@@ -827,6 +836,7 @@ CHANGES = {
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_model_that_changed_is_never_hit(model, change: str, attached: bool) -> None:
     prompt = join(SYSTEM, tokens(5))
+    model.model.layers[0].register_forward_hook(lambda mod, args, out: out * 0.9)
     cache = npc.PromptCache.for_model(model, pool_bytes=64 << 20)
     handle = cache.attach(model)
     model.generate(prompt, max_new_tokens=3, do_sample=False)
@@ -845,6 +855,28 @@ def test_a_model_that_changed_is_never_hit(model, change: str, attached: bool) -
     handle.detach()
     assert torch.equal(out, model.generate(prompt, max_new_tokens=3, do_sample=False))
     cache.close()
+
+
+def test_a_hook_on_all_modules_is_seen(model) -> None:
+    prompt = tokens(20)
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    model.generate(prompt, max_new_tokens=1, do_sample=False)
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda mod, args, out: None)
+    try:
+        assert cache.lookup(prompt[0]) is None
+    finally:
+        hook.remove()
+
+
+def test_keys_that_contradict_the_config_are_refused_by_layer(model) -> None:
+    model.config.head_dim = 32
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    found = (
+        r"layer 0 computes K of \(1, 2, 20, 16\) torch.float32; its config promises \[1, 2, tokens, 32\] torch.float32"
+    )
+    with pytest.raises(npc.UnsupportedModel, match=found):
+        model.generate(tokens(20), max_new_tokens=1, do_sample=False)
+    assert nothing_left(cache)
 
 
 def test_detaching_keeps_the_entries(model) -> None:

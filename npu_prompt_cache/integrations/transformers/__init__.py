@@ -20,7 +20,12 @@ weights.
 
 from npu_prompt_cache.integrations.transformers.attachment import Attachment, attach, attachment_of
 from npu_prompt_cache.integrations.transformers.identity import namespace_of
-from npu_prompt_cache.integrations.transformers.models import SUPPORTED_MODEL_TYPES, check_supported, layout_of
+from npu_prompt_cache.integrations.transformers.models import (
+    SUPPORTED_MODEL_TYPES,
+    check_supported,
+    inner_model,
+    layout_of,
+)
 from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache
 
 __all__ = [
@@ -31,6 +36,7 @@ __all__ = [
     "attach",
     "attachment_of",
     "check_supported",
+    "inner_model",
     "layout_of",
     "namespace_of",
 ]

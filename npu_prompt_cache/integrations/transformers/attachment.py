@@ -22,8 +22,14 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from npu_prompt_cache.attention import paged_attention
 from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
-from npu_prompt_cache.integrations.transformers.attention import PagedForward, attending, kept_tokens
-from npu_prompt_cache.integrations.transformers.models import ATTENTION_PREFIX, is_ours, layout_of, original_attention
+from npu_prompt_cache.integrations.transformers.attention import PagedForward, attending, kept_tokens, uncompiled
+from npu_prompt_cache.integrations.transformers.models import (
+    ATTENTION_PREFIX,
+    inner_model,
+    is_ours,
+    layout_of,
+    original_attention,
+)
 from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache, itself
 from npu_prompt_cache.integrations.transformers.request import (
     Piece,
@@ -191,6 +197,15 @@ class Attachment:
         if "past_key_values" in kwargs and kwargs.get("cache") is None:
             kwargs["cache"] = kwargs.pop("past_key_values")
         cache = kwargs.get("cache")
+        if torch.compiler.is_compiling() and (
+            torch.is_grad_enabled() or not (cache is None or isinstance(cache, PagedCache))
+        ):
+            return original(**kwargs)  # not to be served: it is compiled whole
+        return self._forward_uncompiled(original, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_uncompiled(self, original: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        cache = kwargs.get("cache")
         paged = self._new_cache(in_generate=False) if cache is None else cache
         if not isinstance(paged, PagedCache) or not paged.is_of(self.cache, self.model):
             with attending(None):
@@ -244,7 +259,7 @@ class Attachment:
         batch = paged.batch(pieces)
         places, wanted = kept_places(request, pieces)
         forward = PagedForward(self.cache, batch, self._reach)
-        with paged.running(forward), attending(forward):
+        with paged.running(forward), attending(forward), uncompiled():
             output = original(
                 input_ids=packed_ids(request, pieces),
                 position_ids=paged.upload(packed_positions(batch)),
@@ -392,9 +407,10 @@ def _plain_method(model: PreTrainedModel, name: str) -> types.MethodType:
 
 def attach(cache: PromptCache, model: PreTrainedModel) -> Attachment:
     """Attaches `cache` to `model`; see `PromptCache.attach`."""
+    layout = layout_of(model, cache.layout.block_size)
+    model = inner_model(model)
     if _attached(model) is not None:
         raise ValueError(f"{type(model).__name__} has a cache attached already; detach it first")
-    layout = layout_of(model, cache.layout.block_size)
     if layout != cache.layout:
         raise ValueError(f"the cache's layout {cache.layout} does not fit {type(model).__name__}, which has {layout}")
     if model.device != cache.device:
@@ -450,7 +466,7 @@ def attachment_of(model: PreTrainedModel) -> Attachment:
     Raises:
         ValueError: it has none.
     """
-    attachment = _attached(model)
+    attachment = _attached(inner_model(model))
     if attachment is None:
         raise ValueError(f"{type(model).__name__} has no cache attached")
     return attachment

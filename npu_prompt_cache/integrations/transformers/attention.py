@@ -63,8 +63,18 @@ class PagedForward:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The new tokens' K/V, each ``[1, kv_heads, tokens, head_dim]``, into their slots."""
+        self._check_geometry(layer, "K", keys)
+        self._check_geometry(layer, "V", values)
         self._batch.write(self._cache.key(layer), self._cache.value(layer), keys, values)
         self._written[layer] = keys, values
+
+    def _check_geometry(self, layer: int, name: str, states: torch.Tensor) -> None:
+        layout = self._cache.layout
+        if states.shape[1::2] != (layout.num_kv_heads, layout.head_dim) or states.dtype != layout.dtype:
+            raise UnsupportedModel(
+                f"layer {layer} computes {name} of {tuple(states.shape)} {states.dtype}; its config promises "
+                f"[1, {layout.num_kv_heads}, tokens, {layout.head_dim}] {layout.dtype}"
+            )
 
     def check_same(self, module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> None:
         """A model that attends over anything else than what it has just cached computes something else."""
@@ -126,6 +136,33 @@ def attending(forward: PagedForward | None) -> Iterator[None]:
         _running.forward = before
 
 
+class _Stance:
+    """How many served forwards run. Every attribute is guarded by `lock`."""
+
+    lock = threading.Lock()
+    running = 0
+    of_users: Any = None
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Whatever torch.compile made inside the model runs as it was written: a served forward cannot be compiled.
+
+    The compiler's stance is one for all threads: it is the user's again when the last served forward has ended.
+    """
+    with _Stance.lock:
+        _Stance.running += 1
+        if _Stance.running == 1:
+            _Stance.of_users = torch.compiler.set_stance("force_eager")
+    try:
+        yield
+    finally:
+        with _Stance.lock:
+            _Stance.running -= 1
+            if _Stance.running == 0:
+                _Stance.of_users.__exit__(None, None, None)
+
+
 def _attention(
     own: str,
     module: torch.nn.Module,
@@ -137,7 +174,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Over the pool inside a cached forward, else the model's own."""
-    paged = _running.forward
+    paged = _running.forward  # a constant to a compiler, which sees this only outside of served forwards
     if paged is None:
         function = (
             sys.modules[type(module).__module__].eager_attention_forward

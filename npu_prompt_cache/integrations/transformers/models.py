@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch._dynamo import OptimizedModule
 from transformers import GenerationMixin, PreTrainedModel
 
 from npu_prompt_cache.errors import UnsupportedModel
+from npu_prompt_cache.integrations.transformers import adapters
 from npu_prompt_cache.layout import SUPPORTED_DTYPES, KVLayout
 
 if TYPE_CHECKING:
@@ -153,6 +155,7 @@ def layout_of(model: PreTrainedModel, block_size: int = 128) -> KVLayout:
         UnsupportedModel: its K/V cannot be cached correctly; the message names the model and the reason.
     """
     config = check_supported(model)
+    model = inner_model(model)
     heads = config.num_attention_heads
     return KVLayout(
         num_layers=config.num_hidden_layers,
@@ -163,15 +166,28 @@ def layout_of(model: PreTrainedModel, block_size: int = 128) -> KVLayout:
     )
 
 
+def inner_model(model: Any) -> Any:
+    """The transformers model inside what peft or torch.compile made of it, or `model` itself."""
+    while True:
+        inside = model._orig_mod if isinstance(model, OptimizedModule) else adapters.adapted_model(model)
+        if inside is model:
+            return model
+        model = inside
+
+
 def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
     """Returns the model's config, or raises `UnsupportedModel` with the reason."""
     name = type(model).__name__
+    virtual = adapters.virtual_tokens(model)
+    model = inner_model(model)
 
     def refuse(reason: str) -> None:
         raise UnsupportedModel(f"{name} cannot use the prompt cache: {reason}")
 
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         refuse("it is not a transformers model with generate() (attach the ...ForCausalLM class)")
+    if virtual is not None:
+        refuse(f"its adapter {virtual} puts virtual tokens before the prompt, which have no ids")
     config = model.config
     if config.is_encoder_decoder:
         refuse("it is an encoder-decoder: its decoder's K/V depend on the encoder's input, not on token ids alone")
@@ -199,10 +215,8 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
         refuse("it is an encoder: its tokens attend to later ones")
     for rope in sorted(_rope_types(model) - set(SUPPORTED_ROPE_TYPES)):
         refuse(f"rope_type {rope!r} is not one of {', '.join(SUPPORTED_ROPE_TYPES)}: keys may depend on the length")
-    if getattr(model, "_hf_peft_config_loaded", False):
-        refuse("it has adapters loaded, which change what K/V depend on")
-    if any("base_layer" in module._modules for module in model.modules()):
-        refuse("it has adapter layers, whose being switched on and off cannot be seen")
+    for reason in filter(None, map(adapters.refusal, model.modules())):
+        refuse(reason)
     if model.dtype not in SUPPORTED_DTYPES:
         refuse(f"its dtype {model.dtype} is not one of {', '.join(str(dtype) for dtype in SUPPORTED_DTYPES)}")
     own = original_attention(config._attn_implementation)

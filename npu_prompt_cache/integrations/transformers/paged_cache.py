@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 from npu_prompt_cache.attention import PagedAttention, PagedBatch, paged_attention
 from npu_prompt_cache.attention.sequence import Sequence
 from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
-from npu_prompt_cache.integrations.transformers.identity import namespace_of
+from npu_prompt_cache.integrations.transformers.identity import ModelState, state_of
 from npu_prompt_cache.integrations.transformers.request import Piece
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class PagedCache(DynamicCache):
     ) -> None:
         self.prompt_cache = prompt_cache
         self._model = model
-        self._namespace = b""  # of the first forward
+        self._state: ModelState | None = None  # of the model at the first forward
         self._given_back = False
         #: Made by a generate() that is still running: it publishes at its end.
         self.in_generate = in_generate
@@ -226,9 +226,9 @@ class PagedCache(DynamicCache):
             return [0] * len(self._leases)
         cache = self.prompt_cache
         ids = request.input_ids.numpy(force=True).copy()  # the caller may write to its own
-        self._namespace = namespace_of(self._model)
+        self._state = state_of(self._model)
         prompts = [row[start:] for row, start in zip(ids, request.starts, strict=True)]
-        root, first_kept = cache._root(None, self._namespace), int(request.kept.min())
+        root, first_kept = cache._root(None, self._state.namespace), int(request.kept.min())
         # Before the leases: it holds the stream that they are fenced on.
         self._attention = paged_attention(cache.layout, self._model.config.num_attention_heads, self._model.device)
         limits = [max(first_kept - int(start), 0) for start in request.starts]
@@ -378,7 +378,7 @@ class PagedCache(DynamicCache):
             if self._dense is not None or self.is_empty or self._given_back:
                 return
             try:
-                if namespace_of(self._model) == self._namespace:
+                if state_of(self._model) == self._state:
                     for lease, ids in zip(self._leases, self._computed_ids(), strict=True):
                         lease.commit(ids)
                     for lease, prompt, later in self._childless:

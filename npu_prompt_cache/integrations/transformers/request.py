@@ -63,7 +63,6 @@ def read_request(
         or not _first_of(kwargs.get("return_dict"), model.config.return_dict)
         or any(value is not None for name, value in kwargs.items() if name not in _KNOWN)
         or any(_first_of(kwargs.get(name), getattr(model.config, name, None)) for name in _FORBIDDEN_WHEN_TRUE)
-        or getattr(model, "_hf_peft_config_loaded", False)
     ):
         return None
     batch, columns = ids.shape
