@@ -11,6 +11,7 @@ import transformers
 from tiny import SYSTEM, join, tiny_model, tokens
 
 import npu_prompt_cache as npc
+from npu_prompt_cache.integrations.transformers import CacheBypassWarning
 
 PROMPTS = [join(SYSTEM, tokens(5)), join(SYSTEM, tokens(9, seed=4))]
 
@@ -123,7 +124,8 @@ def test_a_static_cache_is_compiled_whole(backend: Counting) -> None:
     wanted = texts(model)
     cache = npc.enable(model, pool_bytes=64 << 20)
     assert equal(texts(model), wanted)
-    assert equal(texts(model, **options), wanted)
+    with pytest.warns(CacheBypassWarning, match="cache_implementation='static'"):
+        assert equal(texts(model, **options), wanted)
     assert backend.graphs > 0
     assert cache.stats().lookups == 2
     assert equal(texts(model), wanted)
