@@ -318,6 +318,24 @@ def test_models_of_other_shapes(mode: str, model_type: str) -> None:
     npc.disable(model)
 
 
+#: What deterministic mode need not compute: whole blocks that are cached, and nothing of what rows share.
+DETERMINISTIC = {"beams": (0, 4 * 2 * BLOCK), "prompt lookup": (0, 2 * BLOCK), "sampled batch": (PADDING, PADDING + 64)}
+
+
+@pytest.mark.parametrize("mode", DETERMINISTIC)
+def test_deterministic_mode(mode: str) -> None:
+    fresh, model = tiny_model(), tiny_model()
+    embedded = Embedded(fresh)
+    plain, sent = MODES[mode].call(fresh), embedded.take()
+    embedded = Embedded(model)
+    cache = npc.enable(model, pool_bytes=32 << 20, block_size=BLOCK, deterministic=True)
+    for saved in DETERMINISTIC[mode]:
+        same(MODES[mode].call(model), plain)
+        assert sent - embedded.take() == saved
+    assert nothing_is_held(cache)
+    npc.disable(model)
+
+
 # ---- rows that part, columns that go ----
 
 
