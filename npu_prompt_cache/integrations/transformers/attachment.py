@@ -22,6 +22,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from npu_prompt_cache.attention import paged_attention
 from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
+from npu_prompt_cache.integrations.transformers import media, prompt_media
 from npu_prompt_cache.integrations.transformers.attention import PagedForward, attending, kept_tokens, uncompiled
 from npu_prompt_cache.integrations.transformers.models import (
     ATTENTION_PREFIX,
@@ -29,6 +30,8 @@ from npu_prompt_cache.integrations.transformers.models import (
     is_ours,
     layout_of,
     original_attention,
+    set_attention,
+    text_config,
 )
 from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache, itself
 from npu_prompt_cache.integrations.transformers.request import (
@@ -59,7 +62,8 @@ class Attachment:
         self.owns_cache = False
         self.installed = False
         self._positional = tuple(inspect.signature(model.forward).parameters)
-        self._reach = kept_tokens(model.config)
+        self._reach = kept_tokens(text_config(model))
+        self._put_off: weakref.WeakSet[media.PutOff] = weakref.WeakSet()
         self._replaced: dict[str, Any] = {}
         self._has_said = False  # that a cache_implementation is asked for
         self._install()
@@ -70,6 +74,8 @@ class Attachment:
             if not self.installed:
                 return
             self.installed = False
+            for put_off in list(self._put_off):  # a generate() that goes on will not know of it
+                put_off.encode()
             for name, before in self._replaced.items():
                 if not isinstance(self.model.__dict__.get(name), _Method):
                     continue  # somebody wrapped ours: it falls through to the model's own from now on
@@ -96,6 +102,8 @@ class Attachment:
             "continuous_batching_context_manager": self._continuous_batching,
             "init_continuous_batching": self._start_continuous_batching,
         }
+        if media.modalities_of(self.model):
+            methods["_maybe_prepare_encoder_kwargs_for_generation"] = self._prepare_media
         with _AttentionUse.lock:
             self._attention = _AttentionUse.of(self.model)
             self._attention.set_ours()
@@ -187,6 +195,25 @@ class Attachment:
             )
         return original(*args, **kwargs)
 
+    def _prepare_media(
+        self,
+        original: Callable[..., Any],
+        inputs_tensor: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        model_input_name: str | None,
+        generation_config: GenerationConfig,
+    ) -> dict[str, Any]:
+        """Has images and videos encoded when it is known which of them are cached, not before."""
+        ids = inputs_tensor if model_input_name == "input_ids" else model_kwargs.get("input_ids")
+        scope, put_off = _thread.scope, None
+        is_standard = scope is not None and scope.attachment is self and scope.is_standard
+        if is_standard and generation_config.prefill_chunk_size is None:  # chunks are cut out of what is encoded
+            put_off = media.put_off_encoding(self.model, ids, model_kwargs)
+        if put_off is None:
+            return original(inputs_tensor, model_kwargs, model_input_name, generation_config)  # type: ignore[no-any-return]
+        self._put_off.add(put_off)
+        return model_kwargs
+
     # -- forward
 
     def _new_cache(self, in_generate: bool, pad_token_id: int | None = None) -> PagedCache:
@@ -209,7 +236,7 @@ class Attachment:
         paged = self._new_cache(in_generate=False) if cache is None else cache
         if not isinstance(paged, PagedCache) or not paged.is_of(self.cache, self.model):
             with attending(None):
-                return original(**kwargs)
+                return original(**media.encode_now(kwargs))
         # A close or a detach in another thread waits for, or leaves its rest to, the forward that runs.
         with self._attention.running() as is_ours_to_use, paged.lock:
             request = read_request(self.cache, self.model, kwargs, paged) if is_ours_to_use else None
@@ -229,8 +256,9 @@ class Attachment:
                 return self._run(original, paged, request, skips)
         if kwargs.get("cache") is not None:
             kwargs["cache"] = paged.to_dense()
+        prompt_media.go_on_uncached(self.model, paged.offsets)
         with attending(None):
-            return original(**kwargs)
+            return original(**media.encode_now(kwargs))
 
     def _run(
         self,
@@ -258,19 +286,24 @@ class Attachment:
         """One forward of the model: its output, and the places of its logits among all that are asked for."""
         batch = paged.batch(pieces)
         places, wanted = kept_places(request, pieces)
+        positions, media_inputs = packed_positions(batch), {}
+        if request.media is not None or paged.offsets is not None:
+            positions = prompt_media.packed_positions(positions, request.media, pieces, paged.offsets)
+            media_inputs = prompt_media.encoded_for(self.model, request.media, pieces)
         forward = PagedForward(self.cache, batch, self._reach)
         with paged.running(forward), attending(forward), uncompiled():
             output = original(
                 input_ids=packed_ids(request, pieces),
-                position_ids=paged.upload(packed_positions(batch)),
+                position_ids=paged.upload(positions),
                 attention_mask=None,
                 cache=paged,
                 use_cache=True,
                 logits_to_keep=paged.upload(places),
                 return_dict=True,
+                **media_inputs,
             )
         forward.check_complete(self.model)
-        return output, wanted
+        return media.without_encodings(output) if media_inputs else output, wanted
 
 
 class _Scope:
@@ -309,7 +342,7 @@ class _AttentionUse:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._own = original_attention(model.config._attn_implementation)
+        self._own = original_attention(text_config(model)._attn_implementation)
         self.attached = 0
         self._running = 0
         self._set_aside_by: list[int] = []  # threads
@@ -353,7 +386,7 @@ class _AttentionUse:
         try:
             with self.lock:
                 self._changed.wait_for(lambda: not self._running)
-                self._is_due |= is_ours(self._model.config._attn_implementation)
+                self._is_due |= is_ours(text_config(self._model)._attn_implementation)
                 self._name_own()
             yield
         finally:
@@ -363,12 +396,12 @@ class _AttentionUse:
                 self.restore_if_unused()
 
     def _name_own(self) -> None:
-        if is_ours(self._model.config._attn_implementation):
-            self._model.set_attn_implementation(self._own)
+        if is_ours(text_config(self._model)._attn_implementation):
+            set_attention(self._model, self._own)
 
     def _name_ours_if_due(self) -> None:
         if self._is_due and self.attached and not self._set_aside_by:
-            self._model.set_attn_implementation(f"{ATTENTION_PREFIX}{self._own}")
+            set_attention(self._model, f"{ATTENTION_PREFIX}{self._own}")
             self._is_due = False
 
     def is_set_aside_here(self) -> bool:
@@ -418,7 +451,8 @@ def attach(cache: PromptCache, model: PreTrainedModel) -> Attachment:
             f"{type(model).__name__} is on {model.device}, the cache on {cache.device}: make the cache where the model "
             "is (PromptCache.for_model does)"
         )
-    paged_attention(layout, model.config.num_attention_heads, model.device)  # refuses what it cannot take
+    paged_attention(layout, text_config(model).num_attention_heads, model.device)  # refuses what it cannot take
+    media.prepare(model)
     return Attachment(cache, model)
 
 

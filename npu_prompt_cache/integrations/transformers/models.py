@@ -14,6 +14,7 @@ from npu_prompt_cache.integrations.transformers import adapters
 from npu_prompt_cache.layout import SUPPORTED_DTYPES, KVLayout
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
 #: Model types whose code was read for this: a token's K/V depend on weights, tokens and ``position_ids`` alone, and
@@ -107,6 +108,13 @@ SUPPORTED_MODEL_TYPES = (
 )
 #: What a layer's queries may see: every token so far, the last ones, those of their own chunk.
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+#: Model types of which text is a part, and which of their inputs are media: those whose code was read for it. What a
+#: medium's embeddings depend on is in its digest (`media`), and attention among its tokens is causal as among others.
+SUPPORTED_MEDIA_TYPES = ("llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+#: What may encode the images of those that take an encoder of any type.
+_TOWERS = ("clip_vision_model", "siglip_vision_model")
+#: What the text parts of these are, besides models that are served by themselves.
+_TEXT_PARTS = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text")
 #: Rotary scalings under which a token's key depends on nothing but the token's position.
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "ntk_alpha", "yarn")
 #: What a forward must take for rows to be packed: positions of each token, and which logits are wanted.
@@ -176,7 +184,7 @@ def inner_model(model: Any) -> Any:
 
 
 def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
-    """Returns the model's config, or raises `UnsupportedModel` with the reason."""
+    """Returns the config of the model's text part, or raises `UnsupportedModel` with the reason."""
     name = type(model).__name__
     virtual = adapters.virtual_tokens(model)
     model = inner_model(model)
@@ -188,7 +196,9 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
         refuse("it is not a transformers model with generate() (attach the ...ForCausalLM class)")
     if virtual is not None:
         refuse(f"its adapter {virtual} puts virtual tokens before the prompt, which have no ids")
-    config = model.config
+    has_media = model.config.model_type in SUPPORTED_MEDIA_TYPES
+    config = text_config(model) if has_media else model.config
+    text: Any = model.base_model.language_model if has_media else model
     if config.is_encoder_decoder:
         refuse("it is an encoder-decoder: its decoder's K/V depend on the encoder's input, not on token ids alone")
     if others := set(getattr(config, "layer_types", None) or ()) - set(SUPPORTED_LAYER_TYPES):
@@ -206,14 +216,17 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
         refuse("it scales queries by their column, padding included (attn_temperature_tuning=True)")
     if getattr(config, "reorder_and_upcast_attn", False):
         refuse("it may pass by the registry of attention functions (reorder_and_upcast_attn=True)")
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
+    if config.model_type not in SUPPORTED_MODEL_TYPES and not (has_media and config.model_type in _TEXT_PARTS):
         reason = _REFUSED_BECAUSE.get(config.model_type, "is not known to be right with it; README.md lists what is")
         refuse(f"model_type {config.model_type!r} {reason}")
     if getattr(config, "add_cross_attention", False):
         refuse("it has cross-attention: its K/V depend on an encoder's input, not on token ids alone")
-    if not all(getattr(module, "is_causal", True) for module in model.modules()):
+    tower: Any = getattr(model.base_model, "vision_tower", None)
+    if has_media and tower is not None and tower.config.model_type not in _TOWERS:
+        refuse(f"a {tower.config.model_type!r} encodes its images; what is served is {', '.join(_TOWERS)}")
+    if not all(getattr(module, "is_causal", True) for module in text.modules()):
         refuse("it is an encoder: its tokens attend to later ones")
-    for rope in sorted(_rope_types(model) - set(SUPPORTED_ROPE_TYPES)):
+    for rope in sorted(_rope_types(text) - set(SUPPORTED_ROPE_TYPES)):
         refuse(f"rope_type {rope!r} is not one of {', '.join(SUPPORTED_ROPE_TYPES)}: keys may depend on the length")
     for reason in filter(None, map(adapters.refusal, model.modules())):
         refuse(reason)
@@ -225,7 +238,19 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
     return config
 
 
-def _rope_types(model: PreTrainedModel) -> set[str]:
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """The config of the part that has the K/V: the model's own where it reads nothing but text."""
+    config = model.config
+    return config.text_config if config.model_type in SUPPORTED_MEDIA_TYPES else config
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Sets the attention implementation of the part that has the K/V; a vision tower keeps its own."""
+    is_part = text_config(model) is not model.config
+    model.set_attn_implementation({"text_config": name} if is_part else name)
+
+
+def _rope_types(model: torch.nn.Module) -> set[str]:
     """How rotary positions are scaled, in all layers: a module may know better than the config what it does."""
     found: set[str] = set()
     for module in model.modules():

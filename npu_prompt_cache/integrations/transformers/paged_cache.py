@@ -17,6 +17,7 @@ from npu_prompt_cache.attention import PagedAttention, PagedBatch, paged_attenti
 from npu_prompt_cache.attention.sequence import Sequence
 from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
 from npu_prompt_cache.integrations.transformers.identity import ModelState, state_of
+from npu_prompt_cache.integrations.transformers.models import text_config
 from npu_prompt_cache.integrations.transformers.request import Piece
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class PagedCache(DynamicCache):
         self._pad_token_id = pad_token_id
         self._leases: list[Lease] = []
         self._starts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        #: [batch], of a model with three positions for each token: what to add to the numbers of later tokens.
+        self.offsets: npt.NDArray[np.int64] | None = None
         self._prompts: list[npt.NDArray[np.int64]] = []  # token ids of each row, as far as the first forward saw
         self._later: list[torch.Tensor] = []  # ids [batch, n] of each later forward, on the model's device
         self._attention: PagedAttention | None = None  # from the first forward on
@@ -225,16 +228,19 @@ class PagedCache(DynamicCache):
             self._extend(columns)
             return [0] * len(self._leases)
         cache = self.prompt_cache
-        ids = request.input_ids.numpy(force=True).copy()  # the caller may write to its own
+        # The caller may write to its own ids.
+        ids = request.input_ids.numpy(force=True).copy() if request.media is None else request.media.keys
         self._state = state_of(self._model)
         prompts = [row[start:] for row, start in zip(ids, request.starts, strict=True)]
         root, first_kept = cache._root(None, self._state.namespace), int(request.kept.min())
         # Before the leases: it holds the stream that they are fenced on.
-        self._attention = paged_attention(cache.layout, self._model.config.num_attention_heads, self._model.device)
+        heads = text_config(self._model).num_attention_heads
+        self._attention = paged_attention(cache.layout, heads, self._model.device)
         limits = [max(first_kept - int(start), 0) for start in request.starts]
         batch = cache._acquire_batch(root, prompts, limits)
         self._leases, self._copies = batch.leases, (batch.copy_sources, batch.copy_slots)
         self._prompts, self._starts = prompts, request.starts
+        self.offsets = None if request.media is None else request.media.offsets
         skips: list[int] = batch.starts.tolist()
         return skips
 
@@ -359,6 +365,7 @@ class PagedCache(DynamicCache):
         ]
         self._leases = leases
         self._starts = self._starts[parents.numpy()]
+        self.offsets = None if self.offsets is None else self.offsets[parents.numpy()]
         self._prompts = [self._prompts[parent] for parent in parents.tolist()]
         self._later = [] if later is None else [later.index_select(0, parents.to(later.device))]
         self.is_continued_by_generate = False  # its loop knows nothing of this

@@ -8,10 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from npu_prompt_cache.integrations.transformers.models import is_ours
+from npu_prompt_cache.integrations.transformers.media import arguments_of, has_media
+from npu_prompt_cache.integrations.transformers.models import is_ours, text_config
+from npu_prompt_cache.integrations.transformers.prompt_media import Media, read_media
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from npu_prompt_cache.attention import PagedBatch
     from npu_prompt_cache.cache import PromptCache
@@ -31,6 +33,7 @@ class Request(NamedTuple):
     input_ids: torch.Tensor  # [batch, columns]
     starts: npt.NDArray[np.int64]  # [batch]: columns of left padding
     kept: npt.NDArray[np.int64]  # columns whose logits are asked for
+    media: Media | None = None  # of a prompt, where the model reads media
 
 
 class Piece(NamedTuple):
@@ -45,7 +48,8 @@ def read_request(
     cache: PromptCache, model: PreTrainedModel, kwargs: dict[str, Any], paged: PagedCache
 ) -> Request | None:
     """The arguments as the cache serves them, or None where they ask for something that it does not."""
-    ids = kwargs.get("input_ids")
+    ids, config = kwargs.get("input_ids"), text_config(model)
+    known = _KNOWN | of_media if (of_media := arguments_of(model)) else _KNOWN
     if (
         ids is None
         or ids.ndim != 2
@@ -55,31 +59,42 @@ def read_request(
         or model.dtype != cache.layout.dtype
         or model.device != cache.device
         or torch.is_grad_enabled()
-        or not is_ours(model.config._attn_implementation)
-        or model.config.num_hidden_layers != cache.layout.num_layers
+        or not is_ours(config._attn_implementation)
+        or config.num_hidden_layers != cache.layout.num_layers
         or paged.dense is not None
         or paged.rows not in (0, len(ids))
-        or not _first_of(kwargs.get("use_cache"), model.config.use_cache)
+        or not _first_of(kwargs.get("use_cache"), config.use_cache)
         or not _first_of(kwargs.get("return_dict"), model.config.return_dict)
-        or any(value is not None for name, value in kwargs.items() if name not in _KNOWN)
-        or any(_first_of(kwargs.get(name), getattr(model.config, name, None)) for name in _FORBIDDEN_WHEN_TRUE)
+        or any(value is not None for name, value in kwargs.items() if name not in known)
+        or any(_is_asked(name, kwargs, config, model.config) for name in _FORBIDDEN_WHEN_TRUE)
     ):
         return None
     batch, columns = ids.shape
     past = paged.get_seq_length()
     starts: npt.NDArray[np.int64] = np.zeros(batch, np.int64)
+    media: Media | None = None
     if past == 0 or not paged.is_continued_by_generate:
         padding = _left_padding(kwargs.get("attention_mask"), batch, past, columns, paged)
-        if padding is None or not _positions_are_natural(kwargs.get("position_ids"), padding, past, columns):
+        if padding is None or (past and of_media and has_media(model, kwargs)):
             return None
         if past == 0:
             starts = padding
+            if of_media and (media := read_media(model, kwargs, starts, paged.in_generate)) is None:
+                return None
+        offsets = paged.offsets if media is None else media.offsets
+        is_read = media is not None and media.positions is not None
+        if not is_read and not _positions_are_natural(kwargs.get("position_ids"), padding, past, columns, offsets):
+            return None
     kept = _kept_columns(kwargs.get("logits_to_keep", 0), columns)
-    return None if kept is None else Request(ids, starts, kept)
+    return None if kept is None else Request(ids, starts, kept, media)
 
 
 def _first_of(given: Any, default: Any) -> Any:
     return default if given is None else given
+
+
+def _is_asked(name: str, kwargs: dict[str, Any], *configs: PreTrainedConfig) -> bool:
+    return bool(_first_of(kwargs.get(name), any(getattr(config, name, None) for config in configs)))
 
 
 def _left_padding(
@@ -100,17 +115,33 @@ def _left_padding(
 
 
 def _positions_are_natural(
-    positions: torch.Tensor | None, starts: npt.NDArray[np.int64], past: int, columns: int
+    positions: torch.Tensor | None,
+    starts: npt.NDArray[np.int64],
+    past: int,
+    columns: int,
+    offsets: npt.NDArray[np.int64] | None,
 ) -> bool:
-    """True where each row counts its own tokens from 0."""
+    """True where each row counts its own tokens from 0, or from its offset in a model that has offsets.
+
+    Such a model takes more positions than one for each token, and may be given the number of the token before them.
+    """
     if positions is None:
         # The model would count columns, padding included: the same only where there is none.
         return not starts.any()
-    if positions.ndim != 2 or positions.shape[1] != columns:
+    if positions.shape[-1] != columns or positions.ndim not in ((2,) if offsets is None else (2, 3)):
         return False
     at = np.arange(past, past + columns) - starts[:, None]
-    given = np.broadcast_to(positions.numpy(force=True), at.shape)
-    return bool(((given == at) | (at < 0)).all())
+    given = positions.numpy(force=True)
+    if offsets is None:
+        return _are(at, given, at)
+    if given.ndim == 3 and len(given) == 4:
+        return _are(at, given[0], at) and _are(at + offsets[:, None], given[1:], at)
+    return _are(at + offsets[:, None], given, at)
+
+
+def _are(expected: npt.NDArray[np.int64], given: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> bool:
+    """Whether these are given, but for padding."""
+    return bool(((given == expected) | (at < 0)).all())
 
 
 def _kept_columns(keep: object, columns: int) -> npt.NDArray[np.int64] | None:
