@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from npu_prompt_cache.integrations.transformers.models import is_ours
+from npu_prompt_cache.integrations.transformers.models import attention_is_served
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +55,7 @@ def read_request(
         or model.dtype != cache.layout.dtype
         or model.device != cache.device
         or torch.is_grad_enabled()
-        or not is_ours(model.config._attn_implementation)
+        or not attention_is_served(model.config)
         or model.config.num_hidden_layers != cache.layout.num_layers
         or paged.dense is not None
         or paged.rows not in (0, len(ids))
@@ -75,7 +75,9 @@ def read_request(
         if past == 0:
             starts = padding
     kept = _kept_columns(kwargs.get("logits_to_keep", 0), columns)
-    return None if kept is None else Request(ids, starts, kept)
+    if kept is None or not paged.rotary.serves(paged.longest_after(columns, paged.starts if past else starts)):
+        return None
+    return Request(ids, starts, kept)
 
 
 def _first_of(given: Any, default: Any) -> Any:
