@@ -105,8 +105,8 @@ class Match(NamedTuple):
     cached_tokens: int
     #: int32 ``[ceil(cached_tokens / block_size)]``: ids of their blocks.
     block_table: npt.NDArray[np.int32]
-    #: Bytes of one block in one plane.
-    plane_block_bytes: int
+    #: Bytes of one block in each plane.
+    plane_block_bytes: tuple[int, ...]
     #: Device address of each plane, K and V of layer 0, then of layer 1, ...
     plane_addresses: tuple[int, ...]
 
@@ -114,7 +114,7 @@ class Match(NamedTuple):
         """int64 ``[blocks]``: byte offset of each block from the start of `plane` (``plane_addresses[plane]``)."""
         if not 0 <= plane < len(self.plane_addresses):
             raise ValueError(f"plane={plane} is not in [0, {len(self.plane_addresses)})")
-        return self.block_table.astype(np.int64) * self.plane_block_bytes
+        return self.block_table.astype(np.int64) * self.plane_block_bytes[plane]
 
 
 class Lease:
@@ -352,15 +352,15 @@ class PromptCache:
             device=self.config.device_index,
             pool_bytes=self.config.pool_bytes,
             watermark_bytes=self.config.watermark_bytes,
-            plane_block_bytes=[layout.plane_block_bytes] * layout.num_planes,
+            plane_block_bytes=list(layout.plane_block_bytes),
             block_size=layout.block_size,
             whole_blocks=deterministic,
         )
-        elements = self._core.block_count * layout.plane_block_bytes // layout.dtype.itemsize
+        elements = self._core.block_count * max(layout.plane_block_bytes) // layout.dtype.itemsize
         if elements >= MAX_PLANE_ELEMENTS:
             self._core.close()
             raise ValueError(
-                f"pool_bytes={self.config.pool_bytes} makes planes of {elements} elements; operators on the NPU take "
+                f"pool_bytes={self.config.pool_bytes} makes a plane of {elements} elements; operators on the NPU take "
                 f"fewer than {MAX_PLANE_ELEMENTS}: make the pool smaller"
             )
         self._plane_addresses = tuple(self._core.plane_address(plane) for plane in range(layout.num_planes))
@@ -442,7 +442,7 @@ class PromptCache:
 
     def lookup(self, token_ids: TokenIds, salt: str | bytes | None = None) -> Match | None:
         """The longest cached prefix of a prompt, or None. Pins nothing and promises nothing past the next call."""
-        cached_tokens, table = self._core.lookup(self._root(salt), _ids(token_ids))
+        cached_tokens, table = self._core.lookup(self._root(salt, length=len(token_ids)), _ids(token_ids))
         if not cached_tokens:
             return None
         return Match(cached_tokens, table, self.layout.plane_block_bytes, self._plane_addresses)
@@ -470,7 +470,7 @@ class PromptCache:
         Raises:
             PoolExhausted: the pool cannot hold the request; run it uncached.
         """
-        return self._acquire(self._root(salt), token_ids, limit, stream)
+        return self._acquire(self._root(salt, length=len(token_ids)), token_ids, limit, stream)
 
     def _acquire(self, root: bytes, token_ids: TokenIds, limit: int | None, stream: int | None) -> Lease:
         ids = _ids(token_ids)
@@ -516,7 +516,8 @@ class PromptCache:
 
         Args:
             token_ids: n tokens.
-            kv: for each layer K and V, each contiguous ``[n, num_kv_heads, head_dim]`` of the layout's dtype.
+            kv: for each layer K and V, each contiguous ``[n, heads, head_dim]`` as in the layer's planes, of the
+                layout's dtype.
             salt: as for `acquire`.
             stream: handle of the stream that `kv` is computed on; by default torch's current one.
 
@@ -532,10 +533,10 @@ class PromptCache:
         # On the CPU the tensors are host memory: the runtime is told so, and counts a copy host to device.
         kind = _H2D if self.config.device_type == "cpu" else _D2D
         handle, _ = self._enqueue_on(stream)
-        return self._core.insert(self._root(salt), ids, addresses, kind, handle)
+        return self._core.insert(self._root(salt, length=len(ids)), ids, addresses, kind, handle)
 
     def key(self, layer: int) -> torch.Tensor:
-        """K of a layer over the pool, no copy: ``[blocks, block_size, num_kv_heads, head_dim]``.
+        """K of a layer over the pool, no copy: ``[blocks, block_size, heads, head_dim]``.
 
         Write only the slots of your own lease. The tensor keeps the pool's memory alive.
         """
@@ -583,22 +584,25 @@ class PromptCache:
         state = "closed" if self._core.closed else f"{self.config.pool_bytes / (1 << 30):.3g} GiB"
         return f"PromptCache({self.layout}, device={self.config.device!r}, {state})"
 
-    def _root(self, salt: str | bytes | None, namespace: bytes | None = None) -> bytes:
-        """Name of the prefix tree; each part is preceded by its length, so that no two pairs give one name."""
+    def _root(self, salt: str | bytes | None, namespace: bytes | None = None, length: int = 0) -> bytes:
+        """Name of the prefix tree; each part is preceded by its length, so that no two pairs give one name.
+
+        Without a namespace it is that of a prompt of so many tokens.
+        """
         if namespace is None:
-            namespace = self._own_namespace()
+            namespace = self._own_namespace(length)
         if salt is None:
             salt = next((set_salt for owner, set_salt in reversed(_SALT.get()) if owner is self._salt_key), None)
         tail = b"" if salt is None else b"salt" + _salt_bytes(salt)
         return len(namespace).to_bytes(8, "little") + namespace + tail
 
-    def _own_namespace(self) -> bytes:
+    def _own_namespace(self, length: int) -> bytes:
         model = self._made_for() if self._made_for is not None else None
         if model is None:
             return self.namespace
         from npu_prompt_cache.integrations import transformers
 
-        return transformers.namespace_of(model)
+        return transformers.namespace_of_prompt(model, length)
 
     def _plane(self, layer: int, value: int) -> torch.Tensor:
         if not 0 <= layer < self.layout.num_layers:
@@ -612,7 +616,7 @@ class PromptCache:
 
     def _wrap(self, plane: int) -> torch.Tensor:
         layout = self.layout
-        shape = [self._core.block_count, layout.block_size, layout.num_kv_heads, layout.head_dim]
+        shape = [self._core.block_count, *layout.plane_shape(plane)]
         device_type = _DL_CPU if self.config.device_type == "cpu" else _DL_EXT_DEV
         capsule = self._core.plane_capsule(
             plane, shape, layout.dlpack_code, layout.dtype.itemsize * 8, device_type, self.config.device_index
@@ -625,10 +629,10 @@ class PromptCache:
         layout = self.layout
         if len(kv) != layout.num_layers:
             raise ValueError(f"kv has {len(kv)} layers, the layout has {layout.num_layers}")
-        shape = (count, layout.num_kv_heads, layout.head_dim)
         addresses = []
         for layer, pair in enumerate(kv):
-            for name, tensor in zip("KV", pair, strict=True):
+            for value, (name, tensor) in enumerate(zip("KV", pair, strict=True)):
+                shape = (count, *layout.plane_shape(2 * layer + value)[1:])
                 found = (tuple(tensor.shape), tensor.dtype, tensor.device)
                 wanted = (shape, layout.dtype, self.device)
                 if found != wanted:
