@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import string
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +59,7 @@ class PromptTemplate:
         ValueError: braces that make no variable, or options of a chat for a string.
 
     Example:
-        >>> template = PromptTemplate("Translate to French.\\n\\nEnglish: {text}\\nFrench:", tokenizer)  # doctest: +SKIP
+        >>> template = PromptTemplate("Translate to French.\\nEnglish: {text}", tokenizer)  # doctest: +SKIP
         >>> cache.warm([template])  # doctest: +SKIP
         >>> prompt = template.render(text="Good morning!")  # doctest: +SKIP
         >>> model.generate(**prompt.inputs(model.device))  # prefills from the variable on  # doctest: +SKIP
@@ -98,7 +97,7 @@ class PromptTemplate:
         ids = self._encode(text)
         if ids[: self.static_tokens] != self.static_ids:
             ids = self._encode_apart(text, ids)
-        return Prompt(text, ids, len(os.path.commonprefix([ids, self.static_ids])))
+        return Prompt(text, ids, _common([ids, self.static_ids]))
 
     def hits(self, cache: PromptCache, /, **values: object) -> int:
         """Tokens that a request with these values would now take from the cache; without values, of the static part.
@@ -154,14 +153,15 @@ class PromptTemplate:
     def _cut(self) -> tuple[list[int], str]:
         """The static ids and their text: as far as no beginning of a value changes them."""
         texts = [self._text(dict.fromkeys(self.variables, beginning)) for beginning in _BEGINNINGS]
-        text = os.path.commonprefix(texts)
+        text = texts[0][: _common(texts)]
         if not self.variables:
             return self._encode(text), text
         plain = self._plain(text)
         if self._decode(plain) != text:  # the tokenizer does not keep text as it is: which part is which, is unknown
             return [*self._opening, *plain], text
         # Of a chat, what follows a value is part of these texts too.
-        stable = os.path.commonprefix([self._plain(each) for each in texts])
+        encoded = [self._plain(each) for each in texts]
+        stable = encoded[0][: _common(encoded)]
         while not text.startswith(head := self._decode(stable)):  # half a character
             stable = stable[:-1]
         return [*self._opening, *stable], head
@@ -192,6 +192,13 @@ class PromptTemplate:
                 "it, which are all that can hit for other values: move the variables towards the end",
                 stacklevel=3,
             )
+
+
+def _common(sequences: list[str] | list[list[int]]) -> int:
+    """Items that all of them begin with."""
+    first, last = min(sequences), max(sequences)
+    different = (at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    return next(different, min(len(first), len(last)))
 
 
 class _Text(NamedTuple):

@@ -16,9 +16,37 @@ import npu_prompt_cache as npc  # noqa: E402
 from npu_prompt_cache.integrations.transformers import CacheBypassWarning  # noqa: E402
 
 
+def small_model() -> transformers.PreTrainedModel:
+    """4 KiB of K/V a token: the smallest pool, 4 MiB, has 1,024 tokens."""
+    return tiny_model(num_hidden_layers=1, num_key_value_heads=4, head_dim=128)
+
+
 @pytest.fixture
 def model() -> transformers.PreTrainedModel:
-    return tiny_model(num_hidden_layers=2)
+    model = small_model()
+    model.forwards = []  # shapes of what goes through the embedding
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: model.forwards.append(tuple(inputs[0].shape))
+    )
+    return model
+
+
+class Forwards:
+    """Shapes of what goes through the model while this is entered."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        self._model = model
+
+    def __enter__(self) -> list[tuple[int, ...]]:
+        self._model.forwards = []
+        return self._model.forwards
+
+    def __exit__(self, *_: object) -> None:
+        self._model.forwards = []
+
+
+def count(forwards: list[tuple[int, ...]]) -> int:
+    return sum(rows * columns for rows, columns in forwards)
 
 
 @pytest.fixture
@@ -31,26 +59,6 @@ def enabled(model) -> Iterator[Callable[..., npc.PromptCache]]:
     cache.check_integrity()
     assert cache.stats().leases == cache.stats().pinned_entries == 0
     npc.disable(model)
-
-
-class Forwards:
-    """Shapes of what goes through the model's embedding."""
-
-    def __init__(self, model: transformers.PreTrainedModel) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-        self._hook = model.get_input_embeddings().register_forward_hook(
-            lambda module, inputs, output: self.shapes.append(tuple(inputs[0].shape))
-        )
-
-    @property
-    def tokens(self) -> int:
-        return sum(int(np.prod(shape)) for shape in self.shapes)
-
-    def __enter__(self) -> Forwards:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
 
 
 def cached(cache: npc.PromptCache, prompt: torch.Tensor) -> int:
@@ -77,11 +85,11 @@ def test_every_prompt_is_cached_whole_and_computed_once(model, enabled) -> None:
     assert warmed.cached_tokens == [prompt.shape[1] for prompt in prompts]
     assert warmed.problems == {}
     assert [cached(cache, prompt) for prompt in prompts] == warmed.cached_tokens
-    assert forwards.tokens == warmed.computed_tokens == distinct_tokens(prompts)
-    assert len(forwards.shapes) < len(prompts)  # in batches
+    assert count(forwards) == warmed.computed_tokens == distinct_tokens(prompts)
+    assert len(forwards) < len(prompts)  # in batches
     with Forwards(model) as again:
         assert cache.warm([prompt[0] for prompt in prompts]).computed_tokens == 0
-    assert again.shapes == []
+    assert again == []
 
 
 def test_later_requests_hit_and_say_the_same(model, enabled) -> None:
@@ -92,7 +100,7 @@ def test_later_requests_hit_and_say_the_same(model, enabled) -> None:
     for prompt, expected, new in zip(prompts, plain, (5, 30), strict=True):
         with Forwards(model) as forwards:
             assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected)
-        assert forwards.shapes[0] == (1, new)
+        assert forwards[0] == (1, new)
 
 
 def test_prompts_may_be_ids_of_any_kind(enabled) -> None:
@@ -107,9 +115,45 @@ def test_batches_keep_to_their_tokens(model, enabled) -> None:
     cache = enabled()
     with Forwards(model) as forwards:
         cache.warm([tokens(n, seed=n) for n in (40, 41, 42, 43, 150)], batch_tokens=100)
-    assert sorted(count for _, count in forwards.shapes)[-1] == 150  # alone
-    assert sorted(count for _, count in forwards.shapes)[:-1] != [40, 41, 42, 43]
-    assert all(count <= 100 or count == 150 for _, count in forwards.shapes)
+    sizes = sorted(columns for _, columns in forwards)
+    assert sizes[-1] == 150  # alone
+    assert len(sizes) == 3
+    assert sizes[1] <= 100
+
+
+def test_pinned_prompts_stay_until_they_are_released(enabled) -> None:
+    cache = enabled(pool_bytes=4 << 20, block_size=16)
+    room = cache.stats().pool_bytes // cache.layout.token_bytes
+    pinned, others = [SYSTEM[:, :200], SYSTEM[:, :100]], [tokens(room // 2, seed=seed) for seed in range(4)]
+    cache.warm([SYSTEM[:, :150]])
+    with cache.warm(pinned, pin=True) as warmed:
+        assert warmed.computed_tokens == 50
+        for other in others:
+            cache.warm([other])
+        assert [cached(cache, prompt) for prompt in pinned] == [200, 100]
+        cache.clear()
+        assert [cached(cache, prompt) for prompt in pinned] == [200, 100]
+    cache.clear()
+    assert [cached(cache, prompt) for prompt in pinned] == [0, 0]
+    warmed.release()
+
+
+def test_more_than_fits_cannot_be_pinned(model, enabled) -> None:
+    cache = enabled(pool_bytes=4 << 20, block_size=16)
+    room = cache.stats().pool_bytes // cache.layout.token_bytes
+    prompts = [tokens(room // 3, seed=seed) for seed in range(5)]
+    with Forwards(model) as forwards, pytest.warns(CacheBypassWarning, match="3 of 5 prompts .* it needs"):
+        warmed = cache.warm(prompts, pin=True)
+    assert sorted(warmed.cached_tokens) == [0, 0, 0, room // 3, room // 3]
+    assert count(forwards) == warmed.computed_tokens == 2 * (room // 3)
+    warmed.release()
+
+
+def test_an_error_unpins(model, enabled) -> None:
+    cache = enabled()
+    with pytest.raises(IndexError):
+        cache.warm([[10**6], tokens(20), tokens(300, seed=2)], batch_tokens=25, pin=True)
+    assert cache.stats().pinned_entries == 0
 
 
 def test_salts_are_warmed_apart(enabled) -> None:
@@ -122,18 +166,18 @@ def test_salts_are_warmed_apart(enabled) -> None:
 
 
 def test_a_prompt_without_room_is_said_and_the_others_go_on(model, enabled) -> None:
-    cache = enabled(pool_bytes=2 << 20, block_size=16)
+    cache = enabled(pool_bytes=4 << 20, block_size=16)
     room = cache.stats().pool_bytes // cache.layout.token_bytes
     prompts = [tokens(50, seed=1), tokens(room + 1, seed=2), tokens(60, seed=3)]
     with Forwards(model) as forwards, pytest.warns(CacheBypassWarning, match=r"1 of 3 prompts .* prompt 1: it needs"):
         warmed = cache.warm(prompts)
     assert warmed.cached_tokens == [50, 0, 60]
     assert list(warmed.problems) == [1]
-    assert forwards.tokens == 110
+    assert count(forwards) == 110
 
 
 def test_prompts_that_push_each_other_out_are_said(enabled) -> None:
-    cache = enabled(pool_bytes=2 << 20, block_size=16)
+    cache = enabled(pool_bytes=4 << 20, block_size=16)
     room = cache.stats().pool_bytes // cache.layout.token_bytes
     prompts = [tokens(room // 3, seed=seed) for seed in range(5)]
     with pytest.warns(CacheBypassWarning, match="evicted for later prompts"):
@@ -164,9 +208,8 @@ def test_what_cannot_be_warmed_is_refused(model, enabled, make_cache) -> None:
 
 def test_several_models_are_refused_by_name(enabled) -> None:
     cache = enabled()
-    with cache.attach(tiny_model(num_hidden_layers=2)):
-        with pytest.raises(ValueError, match="has 2: LlamaForCausalLM, LlamaForCausalLM"):
-            cache.warm([[1]])
+    with cache.attach(small_model()), pytest.raises(ValueError, match="has 2: LlamaForCausalLM, LlamaForCausalLM"):
+        cache.warm([[1]])
     assert cache.warm([[5]]).cached_tokens == [1]
 
 
@@ -177,8 +220,8 @@ def test_a_cache_that_was_made_without_the_model(model) -> None:
     with npc.PromptCache(layout, pool_bytes=64 << 20) as cache, cache.attach(model), torch.no_grad():
         assert cache.warm([SYSTEM]).cached_tokens == [500]
         with Forwards(model) as forwards:
-            model(join(SYSTEM, tokens(3)))
-    assert forwards.shapes == [(1, 3)]
+            model(join(SYSTEM, tokens(3)), logits_to_keep=1)
+    assert forwards == [(1, 3)]
 
 
 def test_an_error_of_the_model_is_the_callers(model, enabled) -> None:

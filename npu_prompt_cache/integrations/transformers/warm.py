@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
+from npu_prompt_cache.cache import Pin
 from npu_prompt_cache.integrations.transformers.identity import namespace_of
 from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning
 from npu_prompt_cache.template import Prompt, PromptTemplate
@@ -34,7 +35,9 @@ class Warmed:
         problems: why a prompt is not cached whole, by its place among the prompts.
     """
 
-    def __init__(self, cached_tokens: list[int], computed_tokens: int, problems: dict[int, str], pins: ExitStack) -> None:
+    def __init__(
+        self, cached_tokens: list[int], computed_tokens: int, problems: dict[int, str], pins: ExitStack
+    ) -> None:
         self.cached_tokens = cached_tokens
         self.computed_tokens = computed_tokens
         self.problems = problems
@@ -100,7 +103,7 @@ class _Work:
         self._prompts = prompts
         #: Big-endian bytes are sorted as the numbers are, and begin with those of a prefix.
         keys = sorted({ids.astype(">i8").tobytes() for ids in prompts})
-        longest = [key for key, after in zip(keys, [*keys[1:], b""], strict=True) if not after.startswith(key)]
+        longest = [key for key, after in zip(keys, [*keys[1:], b""], strict=False) if not after.startswith(key)]
         self.distinct = [np.frombuffer(key, ">i8").astype(np.int64) for key in longest]
         self.computed_tokens = 0
 
