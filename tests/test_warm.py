@@ -86,7 +86,7 @@ def test_every_prompt_is_cached_whole_and_computed_once(model, enabled) -> None:
     assert warmed.problems == {}
     assert [cached(cache, prompt) for prompt in prompts] == warmed.cached_tokens
     assert count(forwards) == warmed.computed_tokens == distinct_tokens(prompts)
-    assert len(forwards) < len(prompts)  # in batches
+    assert len(forwards) == 1
     with Forwards(model) as again:
         assert cache.warm([prompt[0] for prompt in prompts]).computed_tokens == 0
     assert again == []
@@ -101,6 +101,19 @@ def test_later_requests_hit_and_say_the_same(model, enabled) -> None:
         with Forwards(model) as forwards:
             assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected)
         assert forwards[0] == (1, new)
+
+
+def test_a_deterministic_cache_keeps_whole_blocks(model, enabled) -> None:
+    prompts = [join(SYSTEM, tokens(n, seed=n)) for n in (100, 30)]
+    cache = enabled(deterministic=True, block_size=64)
+    with Forwards(model) as forwards:
+        warmed = cache.warm(prompts)
+    assert warmed.problems == {}
+    assert warmed.cached_tokens == [576, 512]
+    assert count(forwards) == warmed.computed_tokens == 576 + 512 - 448
+    with Forwards(model) as forwards:
+        assert cache.warm([*prompts, tokens(63)]).cached_tokens == [576, 512, 0]
+    assert forwards == []
 
 
 def test_prompts_may_be_ids_of_any_kind(enabled) -> None:

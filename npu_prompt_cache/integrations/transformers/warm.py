@@ -30,7 +30,8 @@ class Warmed:
     """What `PromptCache.warm` did. A context manager, which unpins what was pinned.
 
     Attributes:
-        cached_tokens: of each prompt, in the order given: all of its tokens, or fewer where `problems` says why.
+        cached_tokens: of each prompt, in the order given: all of its tokens (of a deterministic cache, of its whole
+            blocks), or fewer where `problems` says why.
         computed_tokens: tokens that went through the model.
         problems: why a prompt is not cached whole, by its place among the prompts.
     """
@@ -83,7 +84,7 @@ def warm(cache: PromptCache, prompts: Iterable[Any], tokenizer: Any, batch_token
 
 
 class _Run(NamedTuple):
-    """A prompt, and what of it is cached before it goes through the model."""
+    """A prompt, and how many of its tokens are cached before it runs, or computed by the one before it."""
 
     ids: npt.NDArray[np.int64]
     cached_tokens: int
@@ -100,35 +101,35 @@ class _Work:
         self._cache = cache
         self._model = _attached_model(cache)
         self._root = cache._root(None, namespace_of(self._model))
-        self._prompts = prompts
+        #: What can be published of each: a deterministic cache keeps whole blocks.
+        unit = cache.layout.block_size if cache.deterministic else 1
+        self._prompts = [ids[: len(ids) // unit * unit] for ids in prompts]
         #: Big-endian bytes are sorted as the numbers are, and begin with those of a prefix.
-        keys = sorted({ids.astype(">i8").tobytes() for ids in prompts})
+        keys = sorted({ids.astype(">i8").tobytes() for ids in self._prompts if len(ids)})
         longest = [key for key, after in zip(keys, [*keys[1:], b""], strict=False) if not after.startswith(key)]
         self.distinct = [np.frombuffer(key, ">i8").astype(np.int64) for key in longest]
         self.computed_tokens = 0
 
     def batches(self, batch_tokens: int) -> Iterator[list[_Run]]:
-        """Prompts to run together: none computes what another one of its batch does, and all have room in the pool.
-
-        Each batch is to be run before the next one is asked for.
-        """
+        """Prompts to run together; each batch is to be run before the next one is asked for."""
         batch: list[_Run] = []
-        before: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         for ids in self.distinct:
-            one = _Run(ids, self._lookup(ids))
+            one = self._run_of(ids, batch)
             if batch and (
-                _common(before, ids) > one.cached_tokens  # which it hits once that batch has run
+                self._cache.deterministic  # in which rows of a batch share nothing
                 or sum(other.new_tokens for other in batch) + one.new_tokens > batch_tokens
                 or self._blocks([*batch, one]) > self._room()
             ):
                 yield batch
-                batch, one = [], _Run(ids, self._lookup(ids))
-            before = ids
-            if self._blocks([one]) > self._room():
-                continue
-            batch.append(one)
+                batch, one = [], self._run_of(ids, [])
+            if self._blocks([one]) <= self._room():
+                batch.append(one)
         if batch:
             yield batch
+
+    def _run_of(self, ids: npt.NDArray[np.int64], batch: list[_Run]) -> _Run:
+        shared = _common(batch[-1].ids, ids) if batch else 0  # of the sorted ones before it, with none has it more
+        return _Run(ids, max(self._lookup(ids), shared))
 
     def run(self, batch: list[_Run]) -> None:
         """One forward of what is not cached of these prompts."""
@@ -166,7 +167,7 @@ class _Work:
         return "it went through the model, and was evicted for later prompts or not cached at all (under autocast)"
 
     def _lookup(self, ids: npt.NDArray[np.int64]) -> int:
-        return self._cache._core.lookup(self._root, ids)[0]
+        return self._cache._core.lookup(self._root, ids)[0] if len(ids) else 0
 
     def _blocks(self, runs: list[_Run]) -> int:
         size = self._cache.layout.block_size
