@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from npu_prompt_cache.layout import KVLayout
+    from npu_prompt_cache.template import Prompt, PromptTemplate
 
 __version__ = "0.1.0"
 
@@ -39,8 +40,10 @@ __all__ = [
     "Match",
     "Pin",
     "PoolExhausted",
+    "Prompt",
     "PromptCache",
     "PromptCacheError",
+    "PromptTemplate",
     "RuntimeNotFound",
     "Stats",
     "UnsupportedModel",
@@ -63,6 +66,7 @@ _MODULES = {
         "UnsupportedModel",
     ),
     "layout": ("KVLayout",),
+    "template": ("Prompt", "PromptTemplate"),
 }
 
 

@@ -6,11 +6,11 @@ import atexit
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from npu_prompt_cache.attention.npu import QueuedStream
     from npu_prompt_cache.integrations.transformers import Attachment, PagedCache
+    from npu_prompt_cache.integrations.transformers.warm import Warmed
 
 #: Token ids, 0 ... 2**31 - 1, one sequence. A list, a tuple, an integer array or a 1-D torch tensor.
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | torch.Tensor"
@@ -439,6 +440,31 @@ class PromptCache:
         from npu_prompt_cache.integrations import transformers
 
         return transformers.attach(self, model)
+
+    def warm(
+        self, prompts: Iterable[Any], tokenizer: Any = None, *, batch_tokens: int = 2048, pin: bool = False
+    ) -> Warmed:
+        """Runs prompts through the attached model once, so that later requests that begin like them hit.
+
+        What is cached already is not run again, and what prompts have in common is run once. A progress bar shows
+        what takes longer than two seconds. A prompt that the pool has no room for is not run; a warning says so.
+
+        Args:
+            prompts: strings, sequences of token ids, or `PromptTemplate`s, of which the static part is meant.
+            tokenizer: of the model, for strings.
+            batch_tokens: most tokens of a forward; a prompt of more goes alone.
+            pin: keep the prompts from being evicted until the result is released or dropped.
+
+        Raises:
+            ValueError: no model is attached, or several are; a prompt is empty or no prompt.
+
+        Example:
+            >>> with cache.warm([template, system_prompt], tokenizer, pin=True):  # doctest: +SKIP
+            ...     serve()
+        """
+        from npu_prompt_cache.integrations.transformers.warm import warm
+
+        return warm(self, prompts, tokenizer, batch_tokens, pin)
 
     def lookup(self, token_ids: TokenIds, salt: str | bytes | None = None) -> Match | None:
         """The longest cached prefix of a prompt, or None. Pins nothing and promises nothing past the next call."""
