@@ -105,8 +105,8 @@ class Match(NamedTuple):
     cached_tokens: int
     #: int32 ``[ceil(cached_tokens / block_size)]``: ids of their blocks.
     block_table: npt.NDArray[np.int32]
-    #: Bytes of one block in one plane.
-    plane_block_bytes: int
+    #: Bytes of one block in each plane.
+    plane_block_bytes: tuple[int, ...]
     #: Device address of each plane, K and V of layer 0, then of layer 1, ...
     plane_addresses: tuple[int, ...]
 
@@ -114,7 +114,7 @@ class Match(NamedTuple):
         """int64 ``[blocks]``: byte offset of each block from the start of `plane` (``plane_addresses[plane]``)."""
         if not 0 <= plane < len(self.plane_addresses):
             raise ValueError(f"plane={plane} is not in [0, {len(self.plane_addresses)})")
-        return self.block_table.astype(np.int64) * self.plane_block_bytes
+        return self.block_table.astype(np.int64) * self.plane_block_bytes[plane]
 
 
 class Lease:
@@ -352,15 +352,15 @@ class PromptCache:
             device=self.config.device_index,
             pool_bytes=self.config.pool_bytes,
             watermark_bytes=self.config.watermark_bytes,
-            plane_block_bytes=[layout.plane_block_bytes] * layout.num_planes,
+            plane_block_bytes=list(layout.plane_block_bytes),
             block_size=layout.block_size,
             whole_blocks=deterministic,
         )
-        elements = self._core.block_count * layout.plane_block_bytes // layout.dtype.itemsize
+        elements = self._core.block_count * max(layout.plane_block_bytes) // layout.dtype.itemsize
         if elements >= MAX_PLANE_ELEMENTS:
             self._core.close()
             raise ValueError(
-                f"pool_bytes={self.config.pool_bytes} makes planes of {elements} elements; operators on the NPU take "
+                f"pool_bytes={self.config.pool_bytes} makes a plane of {elements} elements; operators on the NPU take "
                 f"fewer than {MAX_PLANE_ELEMENTS}: make the pool smaller"
             )
         self._plane_addresses = tuple(self._core.plane_address(plane) for plane in range(layout.num_planes))
@@ -516,7 +516,8 @@ class PromptCache:
 
         Args:
             token_ids: n tokens.
-            kv: for each layer K and V, each contiguous ``[n, num_kv_heads, head_dim]`` of the layout's dtype.
+            kv: for each layer K and V, each contiguous ``[n, heads, head_dim]`` as in the layer's planes, of the
+                layout's dtype.
             salt: as for `acquire`.
             stream: handle of the stream that `kv` is computed on; by default torch's current one.
 
@@ -535,7 +536,7 @@ class PromptCache:
         return self._core.insert(self._root(salt), ids, addresses, kind, handle)
 
     def key(self, layer: int) -> torch.Tensor:
-        """K of a layer over the pool, no copy: ``[blocks, block_size, num_kv_heads, head_dim]``.
+        """K of a layer over the pool, no copy: ``[blocks, block_size, heads, head_dim]``.
 
         Write only the slots of your own lease. The tensor keeps the pool's memory alive.
         """
@@ -612,7 +613,7 @@ class PromptCache:
 
     def _wrap(self, plane: int) -> torch.Tensor:
         layout = self.layout
-        shape = [self._core.block_count, layout.block_size, layout.num_kv_heads, layout.head_dim]
+        shape = [self._core.block_count, *layout.plane_shape(plane)]
         device_type = _DL_CPU if self.config.device_type == "cpu" else _DL_EXT_DEV
         capsule = self._core.plane_capsule(
             plane, shape, layout.dlpack_code, layout.dtype.itemsize * 8, device_type, self.config.device_index
@@ -625,10 +626,10 @@ class PromptCache:
         layout = self.layout
         if len(kv) != layout.num_layers:
             raise ValueError(f"kv has {len(kv)} layers, the layout has {layout.num_layers}")
-        shape = (count, layout.num_kv_heads, layout.head_dim)
         addresses = []
         for layer, pair in enumerate(kv):
-            for name, tensor in zip("KV", pair, strict=True):
+            for value, (name, tensor) in enumerate(zip("KV", pair, strict=True)):
+                shape = (count, *layout.plane_shape(2 * layer + value)[1:])
                 found = (tuple(tensor.shape), tensor.dtype, tensor.device)
                 wanted = (shape, layout.dtype, self.device)
                 if found != wanted:

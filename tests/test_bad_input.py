@@ -103,7 +103,13 @@ def test_every_kind_of_token_ids_is_the_same_prompt(make_cache, ids: object) -> 
         ({"head_dim": 0}, ValueError, "head_dim=0"),
         ({"dtype": torch.int8}, ValueError, "dtype=torch.int8 is not one of torch.float16"),
         ({"dtype": "float16"}, ValueError, "dtype='float16' is not one of"),
-        ({"num_kv_heads": 1, "head_dim": 1}, ValueError, "32 bytes.*not a multiple of 64"),
+        ({"num_kv_heads": 1, "head_dim": 1}, ValueError, "K of layer 0 has 32 bytes.*not a multiple of 64"),
+        ({"value_head_dim": 0}, ValueError, "value_head_dim=0"),
+        ({"value_head_dim": (16, 2.0)}, TypeError, r"value_head_dim\[1\]=2.0 is a float"),
+        ({"num_kv_heads": (2, 2, 2)}, ValueError, "num_kv_heads has 3 values for 2 layers"),
+        ({"head_dim": [16, -1]}, ValueError, r"head_dim\[1\]=-1"),
+        ({"head_dim": "16"}, TypeError, "head_dim='16' is a str"),
+        ({"num_kv_heads": 1, "value_head_dim": (16, 1)}, ValueError, "V of layer 1 has 32 bytes"),
     ],
 )
 def test_bad_layouts(changes: dict[str, object], error: type[Exception], text: str) -> None:
@@ -166,6 +172,9 @@ def test_planes_must_stay_below_the_operators_limit() -> None:
     layout = npc.KVLayout(num_layers=1, num_kv_heads=128, head_dim=128, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"fewer than 2147483648"):
         npc.PromptCache(layout, max_gb=8.1)
+    only_one_is_large = npc.KVLayout(2, (1, 128), 128, torch.float16, value_head_dim=(128, 1))
+    with pytest.raises(ValueError, match=r"a plane of \d+ elements"):
+        npc.PromptCache(only_one_is_large, max_gb=4.2)
 
 
 def uses_of(lease: npc.Lease) -> list[Callable[[], object]]:

@@ -10,11 +10,19 @@ from layouts import small_layout
 import npu_prompt_cache as npc
 
 
-def kv_of(tokens: list[int], layout: npc.KVLayout, position: int = 0) -> torch.Tensor:
-    """A K (or V) that tells token and position: ``[n, kv_heads, head_dim]``."""
+#: K and V of different sizes, as of latents; heads of each layer; both.
+UNEVEN = [
+    small_layout(num_kv_heads=1, head_dim=32, value_head_dim=8),
+    small_layout(num_kv_heads=(1, 4), head_dim=(32, 8)),
+    small_layout(num_layers=3, num_kv_heads=(2, 1, 4), head_dim=(8, 64, 16), value_head_dim=(16, 2, 4)),
+]
+
+
+def kv_of(tokens: list[int], layout: npc.KVLayout, position: int = 0, plane: int = 0) -> torch.Tensor:
+    """A K (or V) that tells token and position: ``[n, heads, head_dim]``."""
     at = torch.arange(position, position + len(tokens)) * 0.001
     base = torch.tensor(tokens) % 1000 + at
-    return base[:, None, None].expand(-1, layout.num_kv_heads, layout.head_dim).to(layout.dtype).contiguous()
+    return base[:, None, None].expand(-1, *layout.plane_shape(plane)[1:]).to(layout.dtype).contiguous()
 
 
 def compute(cache: npc.PromptCache, tokens: list[int], salt: str | None = None) -> int:
@@ -23,10 +31,11 @@ def compute(cache: npc.PromptCache, tokens: list[int], salt: str | None = None) 
         slots = torch.from_numpy(lease.slots(0, len(tokens)))
         done = lease.cached_tokens
         for layer in range(cache.layout.num_layers):
-            for plane in (cache.key(layer), cache.value(layer)):
+            for value, plane in enumerate((cache.key(layer), cache.value(layer))):
                 flat = plane.view(-1, *plane.shape[2:])
-                assert torch.equal(flat[slots[:done]], kv_of(tokens, cache.layout)[:done])
-                flat[slots[done:]] = kv_of(tokens, cache.layout)[done:]
+                kv = kv_of(tokens, cache.layout, plane=2 * layer + value)
+                assert torch.equal(flat[slots[:done]], kv[:done])
+                flat[slots[done:]] = kv[done:]
         lease.commit(tokens)
     cache.check_integrity()
     return len(tokens) - done
@@ -47,6 +56,35 @@ def test_hits_are_token_granular(make_cache, shared: int, own: int) -> None:
     prefix = list(range(shared))
     compute(cache, prefix + [900] * own)
     assert compute(cache, prefix + [800] * own) == own
+
+
+@pytest.mark.parametrize("layout", UNEVEN)
+def test_layers_and_k_and_v_may_differ(make_cache, layout: npc.KVLayout) -> None:
+    cache = make_cache(layout, pool_bytes=32 << 20)
+    for layer in range(layout.num_layers):
+        blocks = cache.key(layer).shape[0]
+        assert tuple(cache.key(layer).shape) == (blocks, *layout.plane_shape(2 * layer))
+        assert tuple(cache.value(layer).shape) == (blocks, *layout.plane_shape(2 * layer + 1))
+    prefix = list(range(40))
+    assert compute(cache, [*prefix, *range(900, 920)]) == 60
+    assert compute(cache, [*prefix, *range(800, 805)]) == 5  # a block's rows are copied in every plane
+    assert cache.stats().copy_bytes["D2D"] == 8 * layout.token_bytes
+    held = list(range(500, 550))
+    planes = [kv_of(held, layout, plane=plane) for plane in range(layout.num_planes)]
+    assert cache.insert(held, list(zip(planes[::2], planes[1::2], strict=True))) == 50
+    assert compute(cache, [*held, 1]) == 1
+    match = cache.lookup(held)
+    for plane in range(layout.num_planes):
+        block_bytes = layout.plane_block_bytes[plane]
+        assert match.offsets(plane).tolist() == [block * block_bytes for block in match.block_table.tolist()]
+
+
+def test_layouts_of_the_same_planes_are_equal() -> None:
+    plain = small_layout()
+    same = small_layout(num_kv_heads=[2, 2], head_dim=(16, 16), value_head_dim=(16, 16))
+    assert (same, hash(same), repr(same)) == (plain, hash(plain), repr(plain))
+    assert small_layout(num_kv_heads=(2, 4)) != plain
+    assert plain.plane_block_bytes == (1024,) * 4
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 33])

@@ -62,7 +62,7 @@ def test_100000_random_inserts_and_lookups_agree_with_the_oracle(priority_bits: 
         device=0,
         pool_bytes=64 << 20,
         watermark_bytes=0,
-        plane_block_bytes=[layout.plane_block_bytes] * 2,
+        plane_block_bytes=list(layout.plane_block_bytes),
         block_size=16,
         priority_bits=priority_bits,
     )
