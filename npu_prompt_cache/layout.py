@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -21,6 +21,16 @@ SUPPORTED_DTYPES = tuple(_DLPACK_CODE)
 
 #: An integer for all layers, or one for each.
 PerLayer: TypeAlias = int | tuple[int, ...]
+
+
+class LayerShape(NamedTuple):
+    """Of the K/V of one layer."""
+
+    dtype: torch.dtype
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,12 @@ class KVLayout:
                     f"a block of {'KV'[plane % 2]} of layer {plane // 2} has {block_bytes} bytes (block_size * heads * "
                     f"head_dim * item size), which is not a multiple of {BLOCK_ALIGN_BYTES}; choose a larger block_size"
                 )
+
+    @functools.cached_property
+    def layer_shapes(self) -> frozenset[LayerShape]:
+        """Those that there are."""
+        shapes = {(self.plane_shape(plane), self.plane_shape(plane + 1)) for plane in range(0, self.num_planes, 2)}
+        return frozenset(LayerShape(self.dtype, *k, v[2]) for k, v in shapes)
 
     @property
     def num_planes(self) -> int:

@@ -41,6 +41,8 @@ SIZES: dict[str, object] = {
 #: Layers of every kind that a type may have: with a window first, so that what follows depends on it.
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _CHOSEN = {"use_sliding_window": True, "max_window_layers": 1}
+#: Of models that cache latents: `head_dim` is that of what rotary positions turn.
+_LATENTS = {"head_dim": 8, "num_key_value_heads": 4}
 #: What some need besides.
 TWEAKS: dict[str, dict[str, object]] = {
     "afmoe": _MIXED | {"num_dense_layers": 1},
@@ -81,6 +83,19 @@ TWEAKS: dict[str, dict[str, object]] = {
     "qwen2_moe": _CHOSEN,
     "qwen3": _CHOSEN,
     "qwen3_moe": _CHOSEN,
+    **dict.fromkeys(
+        (
+            "axk1",
+            "deepseek_v2",
+            "deepseek_v3",
+            "glm4_moe_lite",
+            "longcat_flash",
+            "minicpm3",
+            "sarvam_mla",
+            "youtu",
+        ),
+        _LATENTS,
+    ),
     "reformer": {"is_decoder": True},
     "smollm3": _CHOSEN | {"no_rope_layers": [0, 1, 0]},
     "vaultgemma": _MIXED | {"attn_logit_softcapping": 1.0},
@@ -91,7 +106,6 @@ AS_IT_COMES = frozenset(
         "deepseek_v4",
         "dots3_note",
         "dots3_note_text",
-        "falcon",
         "gemma3n_text",
         "gemma4",
         "gemma4_assistant",
@@ -133,11 +147,16 @@ def tiny_config_of(model_type: str, **changes: object) -> PreTrainedConfig:
 
 def _tiny(kind: type[PreTrainedConfig], changes: dict[str, object]) -> PreTrainedConfig:
     default = kind()
-    sizes = {name: size for name, size in SIZES.items() if hasattr(default, name)}
+    sizes = {name: size for name, size in SIZES.items() if hasattr(default, name) and not _is_computed(kind, name)}
     for name, part in kind.sub_configs.items():
         if getattr(default, name, None) is not None and name not in changes:
             sizes[name] = _tiny(type(getattr(default, name)) if part is AutoConfig else part, {})
     return kind(**{**sizes, **changes})
+
+
+def _is_computed(kind: type[PreTrainedConfig], name: str) -> bool:
+    found = getattr(kind, name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def build(config: PreTrainedConfig, device: str = "cpu", **options: object) -> PreTrainedModel:

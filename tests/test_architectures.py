@@ -173,7 +173,7 @@ def test_these_types_have_windows() -> None:
     expected = (
         "afmoe beam cohere2 cohere2_moe cwm dots1 exaone4 exaone_moe flint gemma2 gemma3_text gpt_oss granite_swa "
         "granitemoe_swa kolibri1 laguna llama4_text mellum ministral ministral3 mistral mixtral modernbert-decoder "
-        "olmo3 phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2 vaultgemma"
+        "olmo3 phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2 vaultgemma"
     )
     assert " ".join(WINDOWED) == expected
 
@@ -281,7 +281,6 @@ def test_the_checks_see_a_window_a_soft_cap_and_sinks(model_type: str, monkeypat
 #: Models that are refused, and what their attention would have been asked for.
 REFUSED = {
     "bert": ({"is_decoder": False}, "neither causal nor of a sliding window"),
-    "jetmoe": ({}, "other keys or values"),
 }
 
 
@@ -318,7 +317,7 @@ def test_the_check_sees_what_is_refused(model_type: str, seen: str, monkeypatch:
     monkeypatch.setattr(attention, "_refuse_what_is_not_served", lambda module, kwargs: None)
     monkeypatch.setattr(attention, "_span", lambda function, size: Span())
     monkeypatch.setattr(attention.PagedForward, "span_of", lambda self, module, mask: Span())
-    monkeypatch.setattr(attention.PagedForward, "check_same", lambda self, module, key, value: None)
+    monkeypatch.setattr(attention.PagedForward, "layer_of", lambda self, module, key, value: module.layer_idx)
     with pytest.raises(AssertionError, match=seen):
         check(model)
     npc.disable(model)
@@ -385,6 +384,9 @@ def test_a_mask_that_hides_something_more_is_refused(monkeypatch: pytest.MonkeyP
 
 #: Forms of supported types that their tiny config is not.
 FORMS = {
+    "deepseek_v3": {"q_lora_rank": None, "rope_interleave": False},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "glm4_moe_lite": {"kv_lora_rank": 48, "qk_rope_head_dim": 4, "head_dim": 4},
     "gpt_bigcode": {"multi_query": False, "num_key_value_heads": 4},
     "gpt_neox": {"use_parallel_residual": False},
     "hunyuan_v1_dense": {
@@ -411,20 +413,11 @@ def test_other_forms_of_supported_types(model_type: str) -> None:
     [
         ("bert", {"is_decoder": False}, "it is an encoder"),
         ("gpt2", {"add_cross_attention": True}, "it has cross-attention"),
+        ("falcon", {"alibi": True}, "ALiBi"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
         ("gemma2", {"use_bidirectional_attention": True}, "it is an encoder"),
         ("lara_mini", {}, "layers of type linear_attention"),
         ("llama4_text", {"attn_temperature_tuning": True}, "by their column, padding included"),
-        (
-            "hunyuan_v1_moe",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "'dynamic'",
-        ),
-        (
-            "olmo3",
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}},
-            "'dynamic'",
-        ),
     ],
 )
 def test_forms_of_supported_types_that_are_refused(model_type: str, changes: dict[str, object], why: str) -> None:
@@ -460,7 +453,6 @@ def test_every_supported_type_is_checked() -> None:
 #: Reasons of refusals as they stand in the README, by what the messages have in common.
 KINDS = {
     "layers that are no attention over all K/V so far, a window or a chunk": "layers of type",
-    "K/V from latents": "latents",
     "a forward that takes no positions, cache or choice of logits": "forward takes no",
     "attention outside transformers' registry": "registry",
     "images or sound besides text": "text is only a part|reads images|attend to images",

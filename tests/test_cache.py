@@ -9,7 +9,6 @@ from layouts import small_layout
 
 import npu_prompt_cache as npc
 
-
 #: K and V of different sizes, as of latents; heads of each layer; both.
 UNEVEN = [
     small_layout(num_kv_heads=1, head_dim=32, value_head_dim=8),

@@ -937,9 +937,6 @@ def test_unsupported_architectures_are_refused_by_name() -> None:
     assert "MambaForCausalLM" in refused(AutoModelForCausalLM.from_config(mamba))
     t5 = AutoConfig.for_model("t5", d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50)
     assert "encoder-decoder" in refused(transformers.AutoModelForSeq2SeqLM.from_config(t5))
-    assert "rope_type 'dynamic'" in refused(
-        tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    )
     assert "with generate()" in refused(tiny_model().model)
     assert "Linear cannot use" in refused(torch.nn.Linear(2, 2))
     assert "attn_implementation 'flex_attention'" in refused(tiny_model(attn_implementation="flex_attention"))

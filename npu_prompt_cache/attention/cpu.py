@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
     import numpy.typing as npt
 
     from npu_prompt_cache.attention.kind import AttentionKind, Span
@@ -71,6 +72,7 @@ class BatchReader:
 
     def __init__(self, attention: Uploads, layout: KVLayout, sequences: list[Sequence]) -> None:
         self.sequences = sequences
+        self._upload = attention.upload
         self._places = [_Place(attention, sequence, layout.block_size) for sequence in sequences]
         self._pieces: dict[tuple[Span, bool], list[_Piece]] = {}
 
@@ -88,17 +90,60 @@ class BatchReader:
         Returns:
             ``[1, tokens, heads, head_dim]``.
         """
-        by_kernel = kind.softcap is None and kind.sinks is None
-        attend = _attend_by_kernel if by_kernel else _attend_by_hand
+        reads = (
+            (piece.place.read(keys, piece.first, piece.last), piece.place.read(values, piece.first, piece.last))
+            for piece in self._pieces_for(kind, query)
+        )
+        return self._attend_each(query, reads, kind)
+
+    def gather(self, plane: torch.Tensor) -> torch.Tensor:
+        """All tokens of every sequence, in packed order: ``[1, kv_heads, kv_tokens, head_dim]``. Not to be written to.
+
+        Args:
+            plane: of K or V, new tokens written.
+        """
+        rows = [
+            place.read(plane, 0, sequence.kv_length)
+            for sequence, place in zip(self.sequences, self._places, strict=True)
+        ]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)
+
+    def attend_gathered(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kind: AttentionKind
+    ) -> torch.Tensor:
+        """As `attend`, over keys and values ``[1, heads, kv_tokens, head_dim]``, ordered as `gather` orders tokens.
+
+        Only of a kind whose queries see every token so far.
+        """
+        lengths = [sequence.kv_length for sequence in self.sequences]
+        reads = zip(torch.split(keys, lengths, 2), torch.split(values, lengths, 2), strict=True)
+        return self._attend_each(query, reads, kind)
+
+    def hidden(self) -> torch.Tensor:
+        """What the new tokens do not see of `gather`'s: bool ``[1, 1, tokens, kv_tokens]``.
+
+        That is other sequences, and of their own what comes later.
+        """
+        lengths = [sequence.kv_length for sequence in self.sequences]
+        place = np.concatenate([np.arange(length) for length in lengths])
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        is_new = np.concatenate([np.arange(s.kv_length) >= s.kv_length - s.tokens for s in self.sequences])
+        hidden = (owner != owner[is_new, None]) | (place > place[is_new, None])
+        return self._upload(hidden[None, None])
+
+    def _attend_each(
+        self, query: torch.Tensor, reads: Iterable[tuple[torch.Tensor, torch.Tensor]], kind: AttentionKind
+    ) -> torch.Tensor:
+        attend = _attend_by_kernel if _is_for_kernel(kind) else _attend_by_hand
         outputs = []
-        for piece in self._pieces_for(kind.span, by_kernel, query):
-            seen = [piece.place.read(plane, piece.first, piece.last) for plane in (keys, values)]
-            output = attend(query[:, :, piece.start : piece.stop], seen[0], seen[1], piece.mask, kind)
+        for piece, (keys, values) in zip(self._pieces_for(kind, query), reads, strict=True):
+            output = attend(query[:, :, piece.start : piece.stop], keys, values, piece.mask, kind)
             outputs.append(output.transpose(1, 2))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def _pieces_for(self, span: Span, by_kernel: bool, query: torch.Tensor) -> list[_Piece]:
+    def _pieces_for(self, kind: AttentionKind, query: torch.Tensor) -> list[_Piece]:
         """The same for all layers of a kind, so made once."""
+        span, by_kernel = kind.span, _is_for_kernel(kind)
         found = self._pieces.get((span, by_kernel))
         if found is None:
             found = [
@@ -188,6 +233,10 @@ def _cut(sequence: Sequence, place: _Place, span: Span, by_kernel: bool, query: 
         first, last = span.first_key(before + at), before + end
         mask = _mask(before + at, first, last, span, by_kernel, query)
         yield _Piece(place, sequence.start + at, sequence.start + end, first, last, mask)
+
+
+def _is_for_kernel(kind: AttentionKind) -> bool:
+    return kind.softcap is None and kind.sinks is None
 
 
 def _attend_by_kernel(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npu_prompt_cache.attention.sequence import Sequence
-    from npu_prompt_cache.layout import KVLayout
+    from npu_prompt_cache.layout import KVLayout, LayerShape
 
 #: Side of the mask that ``sparse_mode=3`` takes, whatever the lengths are.
 _MASK_SIDE = 2048
@@ -51,13 +51,13 @@ class Route(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    fits: Callable[[KVLayout, int, AttentionKind], bool]
+    fits: Callable[[LayerShape, int, AttentionKind], bool]
     op: str | None  # None: refused
     layout: str
     reason: str
 
 
-def _packs(kv: KVLayout, heads: int) -> bool:
+def _packs(kv: LayerShape, heads: int) -> bool:
     """True where the operator takes packed sequences (TND)."""
     return kv.head_dim == 128 or (kv.head_dim == 64 and heads == kv.num_kv_heads)
 
@@ -71,6 +71,12 @@ _RULES = (
         _SDPA,
         "BNSD",
         "fused attention takes float16 and bfloat16 only",
+    ),
+    _Rule(
+        lambda kv, heads, kind: kv.value_head_dim != kv.head_dim,
+        _SDPA,
+        "BNSD",
+        "fused attention over pages takes K and V of one head_dim only",
     ),
     _Rule(
         lambda kv, heads, kind: kv.block_size % 128 != 0 or kv.block_size > 512,
@@ -147,9 +153,14 @@ def route(layout: KVLayout, num_heads: int, kind: AttentionKind) -> Route:
     Raises:
         UnsupportedModel: no operator takes it; the message says why.
     """
-    rule = next(rule for rule in _RULES if rule.fits(layout, num_heads, kind))
+    ways = {_route_of_layer(layer, num_heads, kind) for layer in layout.layer_shapes}
+    return ways.pop() if len(ways) == 1 else Route(_SDPA, "BNSD", "layers need different operators")
+
+
+def _route_of_layer(layer: LayerShape, num_heads: int, kind: AttentionKind) -> Route:
+    rule = next(rule for rule in _RULES if rule.fits(layer, num_heads, kind))
     if rule.op is None:
-        raise UnsupportedModel(f"attention over the pool on the NPU cannot be: {rule.reason}; found {layout}")
+        raise UnsupportedModel(f"attention over the pool on the NPU cannot be: {rule.reason}; found {layer}")
     return Route(rule.op, rule.layout, rule.reason)
 
 
@@ -170,12 +181,16 @@ class QueuedStream:
             return self._stream.npu_stream  # type: ignore[no-any-return]
 
 
-def paged_attention(layout: KVLayout, num_heads: int, device: torch.device) -> PagedAttention | SdpaAttention:
-    """Attention of one request by the route that its model takes.
+def paged_attention(
+    layout: KVLayout, num_heads: int, device: torch.device, gathers: bool
+) -> PagedAttention | SdpaAttention:
+    """Attention of one request by the route that its model takes; see `attention.paged_attention`.
 
     Raises:
         UnsupportedModel: no operator takes the model's shapes.
     """
+    if gathers:
+        return SdpaAttention(layout, device)
     way = route(layout, num_heads, AttentionKind())
     return SdpaAttention(layout, device) if way.op == _SDPA else PagedAttention(layout, device)
 
@@ -282,7 +297,7 @@ class PagedAttention(_OnStream):
         kind: AttentionKind,
     ) -> torch.Tensor:
         """One call of the operator; `query` as the layout wants it, lengths of queries and of keys."""
-        blocks, block_size, heads, head_dim = keys.shape
+        blocks, block_size, heads, head_dim = keys.shape  # values' too: `route`
         # The pages define no mask of 2048 x 2048 for a single query token outside TND, and it sees every key anyway.
         masked = input_layout == "TND" or query.shape[1] > 1
         window = kind.span.window

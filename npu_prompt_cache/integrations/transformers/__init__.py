@@ -19,7 +19,7 @@ weights.
 """
 
 from npu_prompt_cache.integrations.transformers.attachment import Attachment, attach, attachment_of
-from npu_prompt_cache.integrations.transformers.identity import namespace_of
+from npu_prompt_cache.integrations.transformers.identity import namespace_of_prompt
 from npu_prompt_cache.integrations.transformers.models import (
     SUPPORTED_MODEL_TYPES,
     check_supported,
@@ -38,5 +38,5 @@ __all__ = [
     "check_supported",
     "inner_model",
     "layout_of",
-    "namespace_of",
+    "namespace_of_prompt",
 ]

@@ -10,7 +10,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,20 +20,27 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
-from npu_prompt_cache.attention import paged_attention
-from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
+from npu_prompt_cache.errors import LeaseReleased, PromptCacheError, UnsupportedModel
 from npu_prompt_cache.integrations.transformers import media, prompt_media
-from npu_prompt_cache.integrations.transformers.attention import PagedForward, attending, kept_tokens, uncompiled
+from npu_prompt_cache.integrations.transformers.attention import attending, kept_tokens, uncompiled
+from npu_prompt_cache.integrations.transformers.gathered import forward_of
 from npu_prompt_cache.integrations.transformers.models import (
     ATTENTION_PREFIX,
+    Way,
     inner_model,
     is_ours,
     layout_of,
     original_attention,
     set_attention,
     text_config,
+    way_of,
 )
-from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning, PagedCache, itself
+from npu_prompt_cache.integrations.transformers.paged_cache import (
+    CacheBypassWarning,
+    PagedCache,
+    attention_of,
+    itself,
+)
 from npu_prompt_cache.integrations.transformers.request import (
     Piece,
     Request,
@@ -43,6 +50,7 @@ from npu_prompt_cache.integrations.transformers.request import (
     read_request,
     unpack,
 )
+from npu_prompt_cache.integrations.transformers.rotary import rotary_lengths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,6 +72,9 @@ class Attachment:
         self._positional = tuple(inspect.signature(model.forward).parameters)
         self._reach = kept_tokens(text_config(model))
         self._put_off: weakref.WeakSet[media.PutOff] = weakref.WeakSet()
+        self._rotary = rotary_lengths(model)
+        # Its forwards set buffers that others read.
+        self._alone: AbstractContextManager[object] = nullcontext() if self._rotary.are_fixed else threading.RLock()
         self._replaced: dict[str, Any] = {}
         self._has_said = False  # that a cache_implementation is asked for
         self._install()
@@ -217,7 +228,7 @@ class Attachment:
     # -- forward
 
     def _new_cache(self, in_generate: bool, pad_token_id: int | None = None) -> PagedCache:
-        return PagedCache(self.cache, self.model, in_generate, pad_token_id)
+        return PagedCache(self.cache, self.model, self._rotary, in_generate, pad_token_id)
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(self._positional, args, strict=False))
@@ -235,10 +246,10 @@ class Attachment:
         cache = kwargs.get("cache")
         paged = self._new_cache(in_generate=False) if cache is None else cache
         if not isinstance(paged, PagedCache) or not paged.is_of(self.cache, self.model):
-            with attending(None):
+            with self._alone, attending(None):
                 return original(**media.encode_now(kwargs))
         # A close or a detach in another thread waits for, or leaves its rest to, the forward that runs.
-        with self._attention.running() as is_ours_to_use, paged.lock:
+        with self._attention.running() as is_ours_to_use, self._alone, paged.lock:
             request = read_request(self.cache, self.model, kwargs, paged) if is_ours_to_use else None
             return self._serve(original, kwargs, paged, request)
 
@@ -255,6 +266,7 @@ class Attachment:
             else:
                 return self._run(original, paged, request, skips)
         if kwargs.get("cache") is not None:
+            paged.publish()  # what is computed from here on is not in the pool
             kwargs["cache"] = paged.to_dense()
         prompt_media.go_on_uncached(self.model, paged.offsets)
         with attending(None):
@@ -290,12 +302,12 @@ class Attachment:
         if request.media is not None or paged.offsets is not None:
             positions = prompt_media.packed_positions(positions, request.media, pieces, paged.offsets)
             media_inputs = prompt_media.encoded_for(self.model, request.media, pieces)
-        forward = PagedForward(self.cache, batch, self._reach)
+        forward = forward_of(self.model)(self.cache, batch, self._reach)
         with paged.running(forward), attending(forward), uncompiled():
             output = original(
                 input_ids=packed_ids(request, pieces),
                 position_ids=paged.upload(positions),
-                attention_mask=None,
+                attention_mask=forward.mask_to_give(self.model),
                 cache=paged,
                 use_cache=True,
                 logits_to_keep=paged.upload(places),
@@ -354,7 +366,7 @@ class _AttentionUse:
             return cls._of_config.setdefault(id(model.config), cls(model))
 
     def set_ours(self) -> None:
-        self._is_due = True
+        self._is_due = way_of(text_config(self._model)) is not Way.MASKED  # that one reads the name, and knows its own
         self.attached += 1
         self._name_ours_if_due()
 
@@ -451,7 +463,12 @@ def attach(cache: PromptCache, model: PreTrainedModel) -> Attachment:
             f"{type(model).__name__} is on {model.device}, the cache on {cache.device}: make the cache where the model "
             "is (PromptCache.for_model does)"
         )
-    paged_attention(layout, text_config(model).num_attention_heads, model.device)  # refuses what it cannot take
+    attention_of(model, layout)  # refuses what it cannot take
+    if cache.deterministic and rotary_lengths(model).switches:
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot use a deterministic cache: its LongRoPE positions depend on the longest "
+            "sequence of a forward, and prompts are run in pieces"
+        )
     media.prepare(model)
     return Attachment(cache, model)
 

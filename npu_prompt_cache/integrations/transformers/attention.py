@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -53,34 +54,37 @@ class PagedForward:
         reach: `kept_tokens` of the model.
     """
 
+    #: False where the model's own attention runs.
+    attends = True
+
     def __init__(self, cache: PromptCache, batch: PagedBatch, reach: list[int | None]) -> None:
         self._cache = cache
         self._batch = batch
         self._reach = reach
-        self._attended = 0
+        self._attended: set[int] = set()
         self._masks: list[tuple[torch.Tensor, Span]] = []
-        self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._written: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The new tokens' K/V, each ``[1, kv_heads, tokens, head_dim]``, into their slots."""
-        self._check_geometry(layer, "K", keys)
-        self._check_geometry(layer, "V", values)
-        self._batch.write(self._cache.key(layer), self._cache.value(layer), keys, values)
-        self._written[layer] = keys, values
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new tokens' K/V, each ``[1, kv_heads, tokens, head_dim]``, into their slots; returns them."""
+        planes = self._cache.key(layer), self._cache.value(layer)
+        for name, plane, states in zip("KV", planes, (keys, values), strict=True):
+            _check_geometry(layer, name, plane, states)
+        if layer in self._written:
+            raise UnsupportedModel(f"layer {layer} caches twice in one forward")
+        self._batch.write(*planes, keys, values)
+        self._written[layer] = weakref.ref(keys), weakref.ref(values)
+        return keys, values
 
-    def _check_geometry(self, layer: int, name: str, states: torch.Tensor) -> None:
-        layout = self._cache.layout
-        if states.shape[1::2] != (layout.num_kv_heads, layout.head_dim) or states.dtype != layout.dtype:
-            raise UnsupportedModel(
-                f"layer {layer} computes {name} of {tuple(states.shape)} {states.dtype}; its config promises "
-                f"[1, {layout.num_kv_heads}, tokens, {layout.head_dim}] {layout.dtype}"
-            )
+    def layer_of(self, module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> int:
+        """The layer that has cached what is attended over: the module's own, or an earlier one whose K/V it shares.
 
-    def check_same(self, module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> None:
-        """A model that attends over anything else than what it has just cached computes something else."""
-        keys, values = self._written.pop(module.layer_idx, (None, None))  # type: ignore[call-overload]
-        if key is not keys or value is not values:
-            raise UnsupportedModel(f"{type(module).__name__} attends over other keys or values than it caches")
+        A model that attends over anything else than what it has cached in this forward computes something else.
+        """
+        for layer, (keys, values) in reversed(self._written.items()):
+            if key is keys() and value is values():
+                return layer
+        raise UnsupportedModel(f"{type(module).__name__} attends over other keys or values than it caches")
 
     def mask(self, span: Span, device: torch.device) -> torch.Tensor:
         """A tensor that stands for the mask of layers whose queries see so much."""
@@ -101,18 +105,40 @@ class PagedForward:
             raise UnsupportedModel(f"{name} hides all but {reach} tokens, where its config has {kept} kept")
         return span
 
-    def attend(self, layer: int, query: torch.Tensor, kind: AttentionKind) -> torch.Tensor:
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kind: AttentionKind,
+    ) -> torch.Tensor:
         """Of packed queries ``[1, heads, tokens, head_dim]``; returns ``[1, tokens, heads, head_dim]``."""
-        self._attended += 1
+        layer = self.layer_of(module, key, value)
+        self._attended.add(layer)
         return self._batch.attend(query, self._cache.key(layer), self._cache.value(layer), kind)
 
+    def mask_to_give(self, model: PreTrainedModel) -> torch.Tensor | None:
+        """What the model is given as ``attention_mask``: None where it makes those of `mask` itself."""
+        return None
+
     def check_complete(self, model: PreTrainedModel) -> None:
-        """A model that passed a layer by our attention computed something else."""
-        if self._attended != self._cache.layout.num_layers:
+        """A model that passed a layer by our attention, or its cache, computed something else."""
+        layers = self._cache.layout.num_layers
+        if len(self._attended) != layers or len(self._written) != layers:
             raise UnsupportedModel(
-                f"{type(model).__name__}: {self._attended} of {self._cache.layout.num_layers} layers attended over "
-                "the pool; its attention does not go through the registry"
+                f"{type(model).__name__}: of {layers} layers {len(self._written)} cached in the pool and "
+                f"{len(self._attended)} attended over it; its attention does not go through the registry"
             )
+
+
+def _check_geometry(layer: int, name: str, plane: torch.Tensor, states: torch.Tensor) -> None:
+    _, _, heads, head_dim = plane.shape
+    if states.shape[1::2] != (heads, head_dim) or states.dtype != plane.dtype:
+        raise UnsupportedModel(
+            f"layer {layer} computes {name} of {tuple(states.shape)} {states.dtype}; its config promises "
+            f"[1, {heads}, tokens, {head_dim}] {plane.dtype}"
+        )
 
 
 class _Running(threading.local):
@@ -175,7 +201,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Over the pool inside a cached forward, else the model's own."""
     paged = _running.forward  # a constant to a compiler, which sees this only outside of served forwards
-    if paged is None:
+    if paged is None or not paged.attends:
         function = (
             sys.modules[type(module).__module__].eager_attention_forward
             if own == "eager"
@@ -185,8 +211,7 @@ def _attention(
     span = paged.span_of(module, attention_mask)
     kind = _kind(own, module, span, scaling, kwargs)
     _refuse_what_is_not_served(module, kwargs)
-    paged.check_same(module, key, value)
-    return paged.attend(module.layer_idx, query, kind), None  # type: ignore[arg-type]
+    return paged.attend(module, query, key, value, kind), None
 
 
 def _kind(
@@ -217,7 +242,7 @@ def _refuse_what_is_not_served(module: torch.nn.Module, kwargs: dict[str, Any]) 
 def _mask(own: str, *args: Any, **kwargs: Any) -> Any:
     """A stand-in inside a cached forward, else the model's own mask."""
     paged = _running.forward
-    if paged is None:
+    if paged is None or not paged.attends:
         return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)
     return paged.mask(_span(kwargs["mask_function"], kwargs.get("local_size")), kwargs["device"])
 

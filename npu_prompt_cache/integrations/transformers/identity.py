@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from npu_prompt_cache.errors import UnsupportedModel
 from npu_prompt_cache.integrations.transformers import adapters
+from npu_prompt_cache.integrations.transformers.rotary import is_recomputed, recomputed_buffers, rotary_lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,6 +90,7 @@ class _Snapshot:
     def __init__(self, model: PreTrainedModel) -> None:
         modules = _modules_of(model)
         self._attributes = [module.__dict__ for module in modules]
+        self._recomputed = [at for at, parts in enumerate(self._attributes) if is_recomputed(parts)]
         children, tensors, self._hooks = self._read()
         self._children = list(map(id, children))
         _refuse(model, modules, tensors)
@@ -124,6 +126,11 @@ class _Snapshot:
     def _read(self) -> tuple[list[torch.nn.Module | None], list[torch.Tensor], list[tuple[int, ...]]]:
         """Child modules, parameters and buffers, and the ids of hooks, in the order of modules."""
         modules, parameters, buffers, before, after = zip(*map(_CONTENTS, self._attributes), strict=True)
+        if self._recomputed:
+            of_modules = dict(enumerate(buffers))
+            for at in self._recomputed:
+                of_modules[at] = {**of_modules[at], **recomputed_buffers(self._attributes[at])}
+            buffers = tuple(of_modules.values())
         children = chain.from_iterable(map(dict.values, filter(None, modules)))
         tensors = chain.from_iterable(map(dict.values, filter(None, chain(parameters, buffers))))
         hooks = filter(None, chain(before, (_GAP,), after, (_GAP,), _HOOKS_OF_ALL))
@@ -185,6 +192,6 @@ def state_of(model: PreTrainedModel) -> ModelState:
     return _identities.setdefault(model, ModelIdentity()).state(model)
 
 
-def namespace_of(model: PreTrainedModel) -> bytes:
-    """Names the model and its present state; as `state_of`."""
-    return state_of(model).namespace
+def namespace_of_prompt(model: PreTrainedModel, length: int) -> bytes:
+    """Names the model, its present state, and what of it depends on the length of a prompt; as `state_of`."""
+    return state_of(model).namespace + rotary_lengths(model).regime(length)

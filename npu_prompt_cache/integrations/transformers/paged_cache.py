@@ -17,7 +17,7 @@ from npu_prompt_cache.attention import PagedAttention, PagedBatch, paged_attenti
 from npu_prompt_cache.attention.sequence import Sequence
 from npu_prompt_cache.errors import LeaseReleased, PromptCacheError
 from npu_prompt_cache.integrations.transformers.identity import ModelState, state_of
-from npu_prompt_cache.integrations.transformers.models import text_config
+from npu_prompt_cache.integrations.transformers.models import Way, text_config, way_of
 from npu_prompt_cache.integrations.transformers.request import Piece
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from npu_prompt_cache.cache import Lease, PromptCache
     from npu_prompt_cache.integrations.transformers.attention import PagedForward
     from npu_prompt_cache.integrations.transformers.request import Request
+    from npu_prompt_cache.integrations.transformers.rotary import RotaryLengths
+    from npu_prompt_cache.layout import KVLayout
 
 
 _T = TypeVar("_T")
@@ -50,12 +52,16 @@ class PagedCache(DynamicCache):
         self,
         prompt_cache: PromptCache,
         model: PreTrainedModel,
+        rotary: RotaryLengths,
         in_generate: bool,
         pad_token_id: int | None = None,
     ) -> None:
         self.prompt_cache = prompt_cache
         self._model = model
         self._state: ModelState | None = None  # of the model at the first forward
+        self.rotary = rotary
+        self._regime = b""  # of the first forward's keys
+        self._of_regime = 0  # columns whose keys are of it
         self._given_back = False
         #: Made by a generate() that is still running: it publishes at its end.
         self.in_generate = in_generate
@@ -97,11 +103,14 @@ class PagedCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new tokens' K/V into the pool (inside a cached forward) or into the dense cache."""
+        """Writes the new tokens' K/V into the pool (inside a cached forward) or into the dense cache.
+
+        Returns what the model's attention is to go on with: the dense cache's K/V; or, in a cached forward, those that
+        it was given, or the rows of all tokens, as the model needs them.
+        """
         if self._forward is None:
             return self.to_dense().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self._forward.write(layer_idx, key_states, value_states)
-        return key_states, value_states
+        return self._forward.write(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns so far: what the longest row holds."""
@@ -232,10 +241,10 @@ class PagedCache(DynamicCache):
         ids = request.input_ids.numpy(force=True).copy() if request.media is None else request.media.keys
         self._state = state_of(self._model)
         prompts = [row[start:] for row, start in zip(ids, request.starts, strict=True)]
-        root, first_kept = cache._root(None, self._state.namespace), int(request.kept.min())
+        self._regime = self.rotary.regime(self.longest_after(columns, request.starts))
+        root, first_kept = cache._root(None, self._state.namespace + self._regime), int(request.kept.min())
         # Before the leases: it holds the stream that they are fenced on.
-        heads = text_config(self._model).num_attention_heads
-        self._attention = paged_attention(cache.layout, heads, self._model.device)
+        self._attention = attention_of(self._model, cache.layout)
         limits = [max(first_kept - int(start), 0) for start in request.starts]
         batch = cache._acquire_batch(root, prompts, limits)
         self._leases, self._copies = batch.leases, (batch.copy_sources, batch.copy_slots)
@@ -243,6 +252,10 @@ class PagedCache(DynamicCache):
         self.offsets = None if request.media is None else request.media.offsets
         skips: list[int] = batch.starts.tolist()
         return skips
+
+    def longest_after(self, columns: int, starts: npt.NDArray[np.int64]) -> int:
+        """Tokens of the longest row after so many more columns."""
+        return self._columns + columns - int(starts.min())
 
     def _extend(self, columns: int) -> None:
         for lease, start in zip(self._leases, self._starts, strict=True):
@@ -313,8 +326,11 @@ class PagedCache(DynamicCache):
         """The forward went well: its tokens' K/V are in the pool."""
         if not self.is_empty:
             self._later.append(input_ids.clone())
+        is_of_regime = self._of_regime == self._columns
         self._columns += input_ids.shape[1]
         self._copies = _NONE
+        if is_of_regime and self.rotary.regime(self.longest_after(0, self._starts)) == self._regime:
+            self._of_regime = self._columns
         if not self.in_generate:
             self.publish()
 
@@ -331,6 +347,7 @@ class PagedCache(DynamicCache):
         if removed > known:
             self._prompts = [prompt[: len(prompt) + known - removed] for prompt in self._prompts]
         self._columns = columns
+        self._of_regime = min(self._of_regime, columns)
         self.is_continued_by_generate = False  # its loop knows nothing of this
         try:
             with self.in_order():
@@ -357,10 +374,10 @@ class PagedCache(DynamicCache):
             self._go_on_outside(error).batch_select_indices(parents)
             return
         self._let_go()
-        later = torch.cat(self._later, dim=1) if self._later else None
+        later, of_regime = torch.cat(self._later, dim=1) if self._later else None, self._later_of_regime()
         childless = [parent for parent in range(self.rows) if parent not in children]
         self._childless = [
-            (self._leases[parent], self._prompts[parent], None if later is None else later[parent])
+            (self._leases[parent], self._prompts[parent], None if of_regime is None else of_regime[parent])
             for parent in childless
         ]
         self._leases = leases
@@ -396,10 +413,17 @@ class PagedCache(DynamicCache):
 
     def _computed_ids(self) -> list[npt.NDArray[np.int64]]:
         """Token ids of each row, as far as what was computed may be published."""
-        if not self._later:
+        later = self._later_of_regime()
+        if later is None:
             return self._prompts
-        later = torch.cat(self._later, dim=1)
         return [self._with_later(prompt, row) for prompt, row in zip(self._prompts, later.cpu(), strict=True)]
+
+    def _later_of_regime(self) -> torch.Tensor | None:
+        """Ids of later forwards, as far as their keys are of the first one's regime."""
+        if not self._later:
+            return None
+        later = torch.cat(self._later, dim=1)
+        return later[:, : later.shape[1] - (self._columns - self._of_regime)]
 
     def _with_later(self, prompt: npt.NDArray[np.int64], later: torch.Tensor | None) -> npt.NDArray[np.int64]:
         # Deterministic: what a later forward computed is rounded as that forward's shape has it.
@@ -466,6 +490,16 @@ class PagedCache(DynamicCache):
         for row, of_row in enumerate(slots):
             rows[row, self._columns - len(of_row) :] = flat[of_row]
         return rows.transpose(1, 2).contiguous()
+
+
+def attention_of(model: PreTrainedModel, layout: KVLayout) -> PagedAttention:
+    """Attention of one request of a model.
+
+    Raises:
+        UnsupportedModel: no operator of the device takes its shapes.
+    """
+    config = text_config(model)
+    return paged_attention(layout, config.num_attention_heads, model.device, way_of(config) is not Way.PAGED)
 
 
 def itself(value: _T) -> _T:

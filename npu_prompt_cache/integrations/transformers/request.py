@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from npu_prompt_cache.integrations.transformers.media import arguments_of, has_media
-from npu_prompt_cache.integrations.transformers.models import is_ours, text_config
+from npu_prompt_cache.integrations.transformers.models import attention_is_served, text_config
 from npu_prompt_cache.integrations.transformers.prompt_media import Media, read_media
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def read_request(
         or model.dtype != cache.layout.dtype
         or model.device != cache.device
         or torch.is_grad_enabled()
-        or not is_ours(config._attn_implementation)
+        or not attention_is_served(config)
         or config.num_hidden_layers != cache.layout.num_layers
         or paged.dense is not None
         or paged.rows not in (0, len(ids))
@@ -86,7 +86,9 @@ def read_request(
         if not is_read and not _positions_are_natural(kwargs.get("position_ids"), padding, past, columns, offsets):
             return None
     kept = _kept_columns(kwargs.get("logits_to_keep", 0), columns)
-    return None if kept is None else Request(ids, starts, kept, media)
+    if kept is None or not paged.rotary.serves(paged.longest_after(columns, paged.starts if past else starts)):
+        return None
+    return Request(ids, starts, kept, media)
 
 
 def _first_of(given: Any, default: Any) -> Any:
