@@ -266,7 +266,8 @@ class Attachment:
             else:
                 return self._run(original, paged, request, skips)
         if kwargs.get("cache") is not None:
-            paged.publish()  # what is computed from here on is not in the pool
+            if request is None:
+                paged.publish()  # what is computed from here on is not in the pool
             kwargs["cache"] = paged.to_dense()
         prompt_media.go_on_uncached(self.model, paged.offsets)
         with attending(None):
