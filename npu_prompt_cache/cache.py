@@ -488,7 +488,7 @@ class PromptCache:
 
     def pin(self, token_ids: TokenIds, salt: str | bytes | None = None) -> Pin:
         """Keeps the longest cached prefix of a prompt from being evicted, until the pin is released or dropped."""
-        return Pin(self._core.pin(self._root(salt), _ids(token_ids)))
+        return Pin(self._core.pin(self._root(salt, prompt=token_ids), _ids(token_ids)))
 
     def _enqueue_on(self, stream: int | None) -> tuple[int, QueuedStream | None]:
         """Handle of the stream to enqueue on, by default torch's, which is handed on either way; and torch's stream."""

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def forward_of(model: PreTrainedModel) -> type[PagedForward]:
     """The kind of forward that a model has."""
-    return {Way.PAGED: PagedForward, Way.GATHERED: GatheredForward, Way.MASKED: MaskedForward}[way_of(text_config(model))]
+    return {Way.PAGED: PagedForward, Way.GATHERED: GatheredForward, Way.MASKED: MaskedForward}[
+        way_of(text_config(model))
+    ]
 
 
 class GatheredForward(PagedForward):

@@ -16,7 +16,6 @@ from npu_prompt_cache.integrations.transformers.rotary import DYNAMIC, LONG, rot
 from npu_prompt_cache.layout import SUPPORTED_DTYPES, KVLayout
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig
 
 #: Model types whose code was read for this: a token's K/V depend on weights, tokens and ``position_ids`` alone, and
