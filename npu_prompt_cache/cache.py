@@ -468,7 +468,7 @@ class PromptCache:
 
     def lookup(self, token_ids: TokenIds, salt: str | bytes | None = None) -> Match | None:
         """The longest cached prefix of a prompt, or None. Pins nothing and promises nothing past the next call."""
-        cached_tokens, table = self._core.lookup(self._root(salt, length=len(token_ids)), _ids(token_ids))
+        cached_tokens, table = self._core.lookup(self._root(salt, prompt=token_ids), _ids(token_ids))
         if not cached_tokens:
             return None
         return Match(cached_tokens, table, self.layout.plane_block_bytes, self._plane_addresses)
@@ -496,7 +496,7 @@ class PromptCache:
         Raises:
             PoolExhausted: the pool cannot hold the request; run it uncached.
         """
-        return self._acquire(self._root(salt, length=len(token_ids)), token_ids, limit, stream)
+        return self._acquire(self._root(salt, prompt=token_ids), token_ids, limit, stream)
 
     def _acquire(self, root: bytes, token_ids: TokenIds, limit: int | None, stream: int | None) -> Lease:
         ids = _ids(token_ids)
@@ -514,7 +514,7 @@ class PromptCache:
 
     def pin(self, token_ids: TokenIds, salt: str | bytes | None = None) -> Pin:
         """Keeps the longest cached prefix of a prompt from being evicted, until the pin is released or dropped."""
-        return Pin(self._core.pin(self._root(salt), _ids(token_ids)))
+        return Pin(self._core.pin(self._root(salt, prompt=token_ids), _ids(token_ids)))
 
     def _enqueue_on(self, stream: int | None) -> tuple[int, QueuedStream | None]:
         """Handle of the stream to enqueue on, by default torch's, which is handed on either way; and torch's stream."""
@@ -559,7 +559,7 @@ class PromptCache:
         # On the CPU the tensors are host memory: the runtime is told so, and counts a copy host to device.
         kind = _H2D if self.config.device_type == "cpu" else _D2D
         handle, _ = self._enqueue_on(stream)
-        return self._core.insert(self._root(salt, length=len(ids)), ids, addresses, kind, handle)
+        return self._core.insert(self._root(salt, prompt=ids), ids, addresses, kind, handle)
 
     def key(self, layer: int) -> torch.Tensor:
         """K of a layer over the pool, no copy: ``[blocks, block_size, heads, head_dim]``.
@@ -610,25 +610,25 @@ class PromptCache:
         state = "closed" if self._core.closed else f"{self.config.pool_bytes / (1 << 30):.3g} GiB"
         return f"PromptCache({self.layout}, device={self.config.device!r}, {state})"
 
-    def _root(self, salt: str | bytes | None, namespace: bytes | None = None, length: int = 0) -> bytes:
+    def _root(self, salt: str | bytes | None, namespace: bytes | None = None, prompt: TokenIds = ()) -> bytes:
         """Name of the prefix tree; each part is preceded by its length, so that no two pairs give one name.
 
-        Without a namespace it is that of a prompt of so many tokens.
+        Without a namespace it is that of the prompt.
         """
         if namespace is None:
-            namespace = self._own_namespace(length)
+            namespace = self._own_namespace(prompt)
         if salt is None:
             salt = next((set_salt for owner, set_salt in reversed(_SALT.get()) if owner is self._salt_key), None)
         tail = b"" if salt is None else b"salt" + _salt_bytes(salt)
         return len(namespace).to_bytes(8, "little") + namespace + tail
 
-    def _own_namespace(self, length: int) -> bytes:
+    def _own_namespace(self, prompt: TokenIds) -> bytes:
         model = self._made_for() if self._made_for is not None else None
         if model is None:
             return self.namespace
         from npu_prompt_cache.integrations import transformers
 
-        return transformers.namespace_of_prompt(model, length)
+        return transformers.namespace_of_prompt(model, len(_core.tokens(_ids(prompt))))
 
     def _plane(self, layer: int, value: int) -> torch.Tensor:
         if not 0 <= layer < self.layout.num_layers:

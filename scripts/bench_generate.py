@@ -58,10 +58,12 @@ class Row(NamedTuple):
 
     @property
     def ratios(self) -> list[float]:
+        """Ours through theirs, of each round."""
         return [one / other for one, other in zip(self.ours, self.theirs, strict=True)]
 
     @property
     def holds(self) -> bool:
+        """Whether the median ratio is within the limit."""
         ratio = statistics.median(self.ratios)
         return self.limit is None or (ratio >= self.limit if self.is_rate else ratio <= self.limit)
 
@@ -85,6 +87,7 @@ class Bench:
         return self._text[:, self._at - count : self._at]
 
     def config(self, new_tokens: int) -> GenerationConfig:
+        """Greedy, to so many new tokens."""
         return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def generate(self, model: Any, prompt: torch.Tensor, new_tokens: int, **options: Any) -> torch.Tensor:
@@ -94,6 +97,7 @@ class Bench:
         return output[:, prompt.shape[1] :]
 
     def dense(self, prompt: torch.Tensor) -> DynamicCache:
+        """A cache of transformers' own that holds the prompt."""
         cache = DynamicCache(config=self.plain.config)
         with torch.inference_mode():
             self.plain(prompt, cache=cache, logits_to_keep=1)
@@ -107,13 +111,15 @@ class Steps(BaseStreamer):
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
+        """A token came, or the prompt."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        pass
+        """Nothing more comes."""
 
     @property
     def tokens_per_second(self) -> float:
+        """After the first token."""
         return (len(self.times) - 2) / (self.times[-1] - self.times[1])  # the prompt comes first
 
 

@@ -71,10 +71,10 @@ class Attachment:
         self.installed = False
         self._positional = tuple(inspect.signature(model.forward).parameters)
         self._reach = kept_tokens(text_config(model))
+        self._put_off: weakref.WeakSet[media.PutOff] = weakref.WeakSet()
         self._rotary = rotary_lengths(model)
         # Its forwards set buffers that others read.
         self._alone: AbstractContextManager[object] = nullcontext() if self._rotary.are_fixed else threading.RLock()
-        self._put_off: weakref.WeakSet[media.PutOff] = weakref.WeakSet()
         self._replaced: dict[str, Any] = {}
         self._has_said = False  # that a cache_implementation is asked for
         self._install()
@@ -266,7 +266,8 @@ class Attachment:
             else:
                 return self._run(original, paged, request, skips)
         if kwargs.get("cache") is not None:
-            paged.publish()  # what is computed from here on is not in the pool
+            if request is None:
+                paged.publish()  # what is computed from here on is not in the pool
             kwargs["cache"] = paged.to_dense()
         prompt_media.go_on_uncached(self.model, paged.offsets)
         with attending(None):

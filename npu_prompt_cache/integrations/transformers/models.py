@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from npu_prompt_cache.errors import UnsupportedModel
 from npu_prompt_cache.integrations.transformers import adapters
-from npu_prompt_cache.integrations.transformers.rotary import DYNAMIC, LONG, rotary_kinds
+from npu_prompt_cache.integrations.transformers.rotary import DYNAMIC, LONG, rotary_kinds, rotary_lengths
 from npu_prompt_cache.layout import SUPPORTED_DTYPES, KVLayout
 
 if TYPE_CHECKING:
@@ -291,6 +291,8 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
         refuse(f"a {tower.config.model_type!r} encodes its images; what is served is {', '.join(_TOWERS)}")
     if not all(getattr(module, "is_causal", True) for module in text.modules()):
         refuse("it is an encoder: its tokens attend to later ones")
+    if has_media and not rotary_lengths(model).are_fixed:
+        refuse("its rotary positions depend on lengths, and media among its tokens do not count as tokens")
     for rope in sorted({kind for _, _, kind in rotary_kinds(text)} - set(SUPPORTED_ROPE_TYPES)):
         refuse(f"rope_type {rope!r} is not one of {', '.join(SUPPORTED_ROPE_TYPES)}: keys may depend on the length")
     for reason in filter(None, map(adapters.refusal, model.modules())):

@@ -14,8 +14,9 @@ import torch
 from tqdm import tqdm
 
 from npu_prompt_cache.cache import Pin
-from npu_prompt_cache.integrations.transformers.identity import namespace_of
+from npu_prompt_cache.integrations.transformers.identity import namespace_of_prompt
 from npu_prompt_cache.integrations.transformers.paged_cache import CacheBypassWarning
+from npu_prompt_cache.integrations.transformers.rotary import rotary_lengths
 from npu_prompt_cache.template import Prompt, PromptTemplate
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ class _Work:
     def __init__(self, cache: PromptCache, prompts: list[npt.NDArray[np.int64]]) -> None:
         self._cache = cache
         self._model = _attached_model(cache)
-        self._root = cache._root(None, namespace_of(self._model))
+        # Rows of a deterministic cache share nothing, and where keys depend on the longest row, each has its own.
+        self._one_by_one = cache.deterministic or not rotary_lengths(self._model).are_fixed
         #: What can be published of each: a deterministic cache keeps whole blocks.
         unit = cache.layout.block_size if cache.deterministic else 1
         self._prompts = [ids[: len(ids) // unit * unit] for ids in prompts]
@@ -116,7 +118,7 @@ class _Work:
         for ids in self.distinct:
             one = self._run_of(ids, batch)
             if batch and (
-                self._cache.deterministic  # in which rows of a batch share nothing
+                self._one_by_one
                 or sum(other.new_tokens for other in batch) + one.new_tokens > batch_tokens
                 or self._blocks([*batch, one]) > self._room()
             ):
@@ -152,7 +154,7 @@ class _Work:
 
     def pin(self, ids: npt.NDArray[np.int64]) -> Pin:
         """What is cached of a prompt, and so of all that it begins with."""
-        return Pin(self._cache._core.pin(self._root, ids))
+        return Pin(self._cache._core.pin(self._root(ids), ids))
 
     def outcome(self) -> tuple[list[int], dict[int, str]]:
         """Tokens of each prompt that are cached now, and where that is not all of them, why."""
@@ -167,7 +169,10 @@ class _Work:
         return "it went through the model, and was evicted for later prompts or not cached at all (under autocast)"
 
     def _lookup(self, ids: npt.NDArray[np.int64]) -> int:
-        return self._cache._core.lookup(self._root, ids)[0] if len(ids) else 0
+        return self._cache._core.lookup(self._root(ids), ids)[0] if len(ids) else 0
+
+    def _root(self, ids: npt.NDArray[np.int64]) -> bytes:
+        return self._cache._root(None, namespace_of_prompt(self._model, len(ids)))
 
     def _blocks(self, runs: list[_Run]) -> int:
         size = self._cache.layout.block_size
