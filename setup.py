@@ -61,7 +61,7 @@ setup(
     ext_modules=[
         Extension(
             "npu_prompt_cache._core",
-            [*sources("acl", "cache", "device"), "csrc/bindings.cpp"],
+            [*sources("acl", "cache", "cpu", "device"), "csrc/bindings.cpp"],
             include_dirs=["csrc", get_include()],
             depends=[str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")],
             extra_compile_args=COMPILE,

@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "cpu/decode_attention.h"
 #include "device/dlpack.h"
 #include "device/prompt_cache.h"
 
@@ -280,6 +281,23 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
+// ---- attention on the CPU ----
+
+using Int64s = py::array_t<int64_t, py::array::c_style>;
+
+void decode_attention(uintptr_t query, uintptr_t keys, uintptr_t values, uintptr_t out,
+                      const py::array_t<int32_t, py::array::c_style>& blocks, const Int64s& first,
+                      const Int64s& last, int32_t heads, int32_t kv_heads, int32_t key_dim, int32_t value_dim,
+                      int64_t block_size, float scale, int32_t threads) {
+  const npc::cpu::DecodeShape shape{heads, kv_heads, key_dim, value_dim, block_size, blocks.shape(1)};
+  without_gil([&] {
+    npc::cpu::decode_attention(shape, reinterpret_cast<const float*>(query),
+                               reinterpret_cast<const float*>(keys), reinterpret_cast<const float*>(values),
+                               blocks.data(), first.data(), last.data(), first.shape(0), scale, threads,
+                               reinterpret_cast<float*>(out));
+  });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
@@ -290,6 +308,14 @@ PYBIND11_MODULE(_core, m) {
   m.def(
       "tokens", [](const py::object& ids) { return array_of(tokens_of(ids)); }, py::arg("token_ids"),
       "Token ids checked and copied to an int32 array.");
+
+  m.def("decode_attention", &decode_attention, py::arg("query"), py::arg("keys"), py::arg("values"),
+        py::arg("out"), py::arg("blocks"), py::arg("first"), py::arg("last"), py::arg("heads"),
+        py::arg("kv_heads"), py::arg("key_dim"), py::arg("value_dim"), py::arg("block_size"),
+        py::arg("scale"), py::arg("threads"),
+        "Attention of one new token a sequence, float32; tensors by their addresses. See "
+        "csrc/cpu/decode_attention.h.");
+  m.attr("DECODE_LANES") = npc::cpu::kLanes;
 
   py::class_<LeaseHandle, std::shared_ptr<LeaseHandle>>(m, "Lease")
       .def_property_readonly("cached_tokens", &LeaseHandle::cached_tokens)

@@ -9,7 +9,7 @@ import numpy.typing
 import typing
 import typing_extensions
 
-__all__: list[str] = ["Lease", "PromptCache", "process_is_exiting", "tokens"]
+__all__: list[str] = ["DECODE_LANES", "Lease", "PromptCache", "decode_attention", "process_is_exiting", "tokens"]
 
 class Lease:
     def block_table(self) -> numpy.typing.NDArray[numpy.int32]: ...
@@ -100,6 +100,26 @@ class PromptCache:
     @property
     def runtime_path(self) -> str: ...
 
+def decode_attention(
+    query: typing.SupportsInt | typing.SupportsIndex,
+    keys: typing.SupportsInt | typing.SupportsIndex,
+    values: typing.SupportsInt | typing.SupportsIndex,
+    out: typing.SupportsInt | typing.SupportsIndex,
+    blocks: typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+    first: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
+    last: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
+    heads: typing.SupportsInt | typing.SupportsIndex,
+    kv_heads: typing.SupportsInt | typing.SupportsIndex,
+    key_dim: typing.SupportsInt | typing.SupportsIndex,
+    value_dim: typing.SupportsInt | typing.SupportsIndex,
+    block_size: typing.SupportsInt | typing.SupportsIndex,
+    scale: typing.SupportsFloat | typing.SupportsIndex,
+    threads: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Attention of one new token a sequence, float32; tensors by their addresses. See csrc/cpu/decode_attention.h.
+    """
+
 def process_is_exiting() -> None:
     """
     From here on no destructor calls the Ascend runtime, which may be gone.
@@ -109,3 +129,5 @@ def tokens(token_ids: typing.Any) -> numpy.typing.NDArray[numpy.int32]:
     """
     Token ids checked and copied to an int32 array.
     """
+
+DECODE_LANES: int = 16

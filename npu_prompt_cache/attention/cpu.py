@@ -1,4 +1,4 @@
-"""Paged attention on the CPU: torch's own kernels over the pool's planes."""
+"""Paged attention on the CPU: torch's own kernels over the pool's planes, and one of ours for steps of decoding."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from npu_prompt_cache import _core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -173,6 +175,16 @@ class PagedBatch(BatchReader):
         super().__init__(attention, layout, sequences)
         self._slots = attention.upload(slots)
         self._sources = None if sources is None else attention.upload(sources)
+        is_step = all(sequence.tokens == 1 for sequence in sequences)
+        self._step = _Step(sequences) if is_step and self._slots.device.type == "cpu" else None
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kind: AttentionKind
+    ) -> torch.Tensor:
+        """As of a `BatchReader`."""
+        if self._step is not None and self._step.takes(query, keys, values, kind):
+            return self._step.attend(query, keys, values, kind)
+        return super().attend(query, keys, values, kind)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
         """Puts the new tokens' K and V, each ``[1, kv_heads, tokens, head_dim]``, into their slots of the planes.
@@ -183,7 +195,54 @@ class PagedBatch(BatchReader):
             rows = states[0].transpose(0, 1)
             if self._sources is not None:
                 rows = rows.index_select(0, self._sources)
-            plane.view(-1, *plane.shape[2:]).index_copy_(0, self._slots, rows)
+            plane.flatten(0, 1).index_copy_(0, self._slots, rows)
+
+
+class _Step:
+    """A step of decoding, one new token a sequence: K and V are read where they lie, however scattered."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        width = max(len(sequence.block_table) for sequence in sequences)
+        self._blocks = np.zeros((len(sequences), width), np.int32)
+        for row, sequence in zip(self._blocks, sequences, strict=True):
+            row[: len(sequence.block_table)] = sequence.block_table
+        self._last = np.array([sequence.kv_length for sequence in sequences], np.int64)
+        self._first: dict[Span, npt.NDArray[np.int64]] = {}  # the first token that each sequence sees
+
+    def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kind: AttentionKind) -> bool:
+        """True where the kernel does: in other precisions torch's is as good."""
+        is_whole = not (keys.shape[3] % _core.DECODE_LANES or values.shape[3] % _core.DECODE_LANES)
+        return is_whole and query.dtype is torch.float32 and _is_for_kernel(kind)
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kind: AttentionKind
+    ) -> torch.Tensor:
+        """As of a `BatchReader`."""
+        first = self._first.get(kind.span)
+        if first is None:
+            first = np.array([kind.span.first_key(int(last) - 1) for last in self._last], np.int64)
+            self._first[kind.span] = first
+        _, heads, rows, key_dim = query.shape
+        _, block_size, kv_heads, value_dim = values.shape
+        packed = query.transpose(1, 2).contiguous()
+        output = query.new_empty(1, rows, heads, value_dim)
+        _core.decode_attention(
+            packed.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            output.data_ptr(),
+            self._blocks,
+            first,
+            self._last,
+            heads,
+            kv_heads,
+            key_dim,
+            value_dim,
+            block_size,
+            key_dim**-0.5 if kind.scale is None else kind.scale,
+            torch.get_num_threads(),
+        )
+        return output
 
 
 class _Place:
@@ -200,15 +259,14 @@ class _Place:
 
     def read(self, plane: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """``[1, kv_heads, last - first, head_dim]``: a view of the plane, or of a copy of scattered blocks."""
-        block_size = plane.shape[1]
         if self.first_slot is None:
+            block_size = plane.shape[1]
             passed = first // block_size
-            rows = plane.index_select(0, self.blocks[passed : -(-last // block_size)]).view(-1, *plane.shape[2:])
+            plane = plane.index_select(0, self.blocks[passed : -(-last // block_size)])
             first, last = first - passed * block_size, last - passed * block_size
         else:
-            rows = plane.view(-1, *plane.shape[2:])
             first, last = self.first_slot + first, self.first_slot + last
-        return rows[first:last].transpose(0, 1).unsqueeze(0)
+        return plane.flatten(0, 1)[None, first:last].transpose(1, 2)
 
 
 class _Piece(NamedTuple):
