@@ -732,6 +732,12 @@ def test_other_models_that_read_images_are_refused() -> None:
         (lambda parts: parts["vision_config"].update(model_type="pixtral", head_dim=16), "a 'pixtral' encodes"),
         (lambda parts: parts["text_config"].update(model_type="doge"), "model_type 'doge'"),
         (lambda parts: parts["text_config"].update(model_type="rembert", is_decoder=True), "'rembert' .* besides text"),
+        (
+            lambda parts: parts["text_config"].update(
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            ),
+            "rotary positions depend on lengths",
+        ),
     ],
 )
 def test_a_part_that_is_not_served_is_refused(change: Callable[[dict[str, Any]], None], why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -149,15 +150,18 @@ def test_beams_past_the_switch() -> None:
     cache.check_integrity()
 
 
-def test_a_cropped_cache_past_the_switch_publishes_no_mixed_keys() -> None:
+@pytest.mark.parametrize(("before", "removed"), [(50, 4), (38, 2), (38, 10)])
+def test_a_cropped_cache_past_the_switch_publishes_no_mixed_keys(before: int, removed: int) -> None:
     model = make("llama", LONG_MODELS["llama"])
     enable(model)
+    more, at = tokens(8, seed=8), before - removed
     with torch.no_grad():
         past = model(LONG[:, :35]).cache
-        model(LONG[:, 35:50], cache=past)
-        past.crop(-4)
-        model(tokens(8, seed=8), cache=past)
-    for prompt in (join(LONG[:, :46], tokens(8, seed=8)), LONG[:, :39], LONG[:, :60]):
+        model(LONG[:, 35:before], cache=past)
+        past.crop(-removed)
+        model(more, cache=past)
+    text = join(LONG[:, :at], more)
+    for prompt in (text, text[:, :39], LONG[:, :39], LONG[:, :60]):
         assert_close(logits(model, prompt), fresh("llama", LONG_MODELS["llama"], prompt))
 
 
@@ -203,14 +207,23 @@ def test_decoding_past_the_length_of_dynamic_scaling_goes_on_outside_the_pool(mo
     cache.check_integrity()
 
 
-def test_forwards_of_several_threads_do_not_change_the_frequencies_of_one_another() -> None:
+def test_forwards_of_several_threads_come_one_after_another() -> None:
+    """Each sets the frequencies that it reads, in a buffer of the model."""
     changes = LONG_MODELS["llama"]
-    model, wrong = make("llama", changes), []
+    model, wrong, inside = make("llama", changes), [], []
     wanted = {length: fresh("llama", changes, LONG[:, :length]) for length in (30, 70)}
     enable(model)
 
+    def enter(module: torch.nn.Module, inputs: object) -> None:
+        inside.append(threading.get_ident())
+        time.sleep(0.01)
+        wrong.extend(inside[1:])
+
+    model.model.embed_tokens.register_forward_pre_hook(enter)
+    model.model.norm.register_forward_hook(lambda *_: inside.remove(threading.get_ident()))
+
     def run(length: int) -> None:
-        for _ in range(20):
+        for _ in range(5):
             if (logits(model, LONG[:, :length]) - wanted[length]).abs().max() > 1e-4:
                 wrong.append(length)
 

@@ -118,6 +118,55 @@ def test_every_route_gives_the_logits_of_no_cache(shape: str, dtype: torch.dtype
         assert (ours - wanted).abs().max() <= 2 * rounding
 
 
+#: What is attended to by torch's operators over the rows of all tokens, in any precision.
+GATHERED: dict[str, dict[str, object]] = {
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "first_k_dense_replace": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "diffllama": {},
+    "gpt_neox_japanese": {"num_key_value_heads": 4},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("model_type", GATHERED)
+def test_rows_of_all_tokens_give_the_answers_of_no_cache(model_type: str, dtype: torch.dtype) -> None:
+    model = on_npu(dtype, model_type, **GATHERED[model_type])
+    prompts = [join(SYSTEM[:, :150], tokens(n, seed=n)) for n in (40, 20, 33)]
+    batch = {name: value.to("npu:0") for name, value in left_padded(prompts).items()}
+    answers = Answers(model, mild_model(model_type, **GATHERED[model_type]).to(dtype).double(), prompts)
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    for number, (prompt, new) in enumerate(zip(prompts, (190, 20, 33), strict=True)):
+        before = cache.stats().computed_tokens
+        answers.check(number, generate(model, prompt))
+        assert cache.stats().computed_tokens - before == new
+    rows = model.generate(**batch, max_new_tokens=8, do_sample=False).cpu()
+    for number, (row, mask) in enumerate(zip(rows, batch["attention_mask"].cpu(), strict=True)):
+        answers.check(number, row[None, int((mask == 0).sum()) :])
+    assert cache.stats().copies["H2D"] == cache.stats().copies["D2H"] == 0
+    cache.check_integrity()
+    npc.disable(model)
+
+
+def test_layers_that_need_different_operators_go_by_torchs() -> None:
+    layouts = {
+        "TND": {"num_kv_heads": 2, "head_dim": 128},
+        "BNSD": {"num_kv_heads": (2, 2), "head_dim": (128, 80)},
+    }
+    for layout, sizes in layouts.items():
+        found = npu.route(npc.KVLayout(num_layers=2, dtype=torch.float16, **sizes), 4, AttentionKind())
+        assert found.layout == layout
+    differing = npc.KVLayout(num_layers=2, num_kv_heads=2, head_dim=128, value_head_dim=64, dtype=torch.float16)
+    assert npu.route(differing, 4, AttentionKind()).layout == "BNSD"
+
+
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 #: What layers may ask of their attention besides, and what serves them in half precision.
 KINDS: dict[str, tuple[str, dict[str, object], set[str]]] = {
