@@ -10,6 +10,9 @@ import pytest
 import torch
 from architectures import LAYERS, LOADED_AS, MODEL_TYPES, NOT_BUILDABLE, WINDOW, build, tiny_config_of
 from tiny import Embedded, join, left_padded, tokens
+from tiny_media import build as build_media
+from tiny_media import image, inputs, prompt
+from tiny_media import text as words
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -17,6 +20,7 @@ import npu_prompt_cache as npc
 from npu_prompt_cache.attention import npu
 from npu_prompt_cache.attention.kind import AttentionKind
 from npu_prompt_cache.integrations.transformers import SUPPORTED_MODEL_TYPES
+from npu_prompt_cache.integrations.transformers.models import SUPPORTED_MEDIA_TYPES, Way, way_of
 
 SERVED = [
     name
@@ -100,6 +104,8 @@ MILD = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k"), 4),
     "attention_multiplier": 0.25,
 }
+#: Two experts of those that always take two, and no threshold between them.
+BOTH = {"phimoe": {"num_local_experts": 2, "router_jitter_noise": 0.0}}
 #: The layout of the operator's call by what a layer asks for, where TND takes the shape of the heads and elsewhere.
 TABLE = {
     "softcap": ("BNSD", "BNSD"),
@@ -170,7 +176,7 @@ class Exact:
 def test_in_bfloat16_hits_are_as_near_to_the_exact_logits_as_no_cache(
     model_type: str, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = mild(tiny_config_of(model_type, **changes))
+    config = mild(tiny_config_of(model_type, **changes, **BOTH.get(model_type, {})))
     model, exact = build(config).bfloat16(), Exact(build(config).bfloat16().float())
     model.to("npu:0")
     embedded = Embedded(model)
@@ -193,9 +199,55 @@ def test_in_bfloat16_hits_are_as_near_to_the_exact_logits_as_no_cache(
     assert exact.error_of_rows(generate(model, PACKED)) <= 2 * rounding
     assert embedded.take() == PACKED_NEW + (STEPS - 1) * len(PACKED)
     assert routes == {(kind, TABLE[kind][changes != PACKS]) for kind, _ in routes}
+    assert bool(routes) == (way_of(config.get_text_config()) is Way.PAGED)  # others attend by themselves
     assert cache.stats().copies["H2D"] == cache.stats().copies["D2H"] == 0
     cache.check_integrity()
     npc.disable(model)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "way"),
+    [
+        ({"head_dim": 128, "num_kv_heads": (2, 4)}, "TND"),
+        ({"head_dim": (80, 16), "num_kv_heads": 2}, "BSND"),
+        ({"head_dim": (128, 80), "num_kv_heads": 2}, "BNSD"),  # each of another operator
+        ({"head_dim": 128, "num_kv_heads": 2, "value_head_dim": 64}, "BNSD"),
+        ({"head_dim": 24, "num_kv_heads": 2, "value_head_dim": 8}, "BNSD"),
+    ],
+)
+def test_layers_of_different_shapes_take_one_route(sizes: dict[str, object], way: str) -> None:
+    layout = npc.KVLayout(num_layers=2, dtype=torch.bfloat16, **sizes)
+    assert npu.route(layout, 4, AttentionKind()).layout == way
+
+
+# ---- media ----
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED_MEDIA_TYPES)
+def test_media_in_float32_and_bfloat16(model_type: str) -> None:
+    shown, start = image(model_type, seed=1), words(PAGE - 9, seed=1)  # a picture over the end of a block
+    prompts = [inputs(prompt(start, shown, words(n, seed=n))) for n in (5, 4)]
+    new = prompts[0]["input_ids"].shape[1], 4
+
+    def asked(model: PreTrainedModel, given: dict[str, torch.Tensor], keep: int) -> torch.Tensor:
+        with torch.no_grad():
+            moved = {name: value.to(model.device) for name, value in given.items()}
+            return model(**moved, logits_to_keep=keep).logits.cpu().float()
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model, exact = build_media(model_type).to(dtype), build_media(model_type).to(dtype).float()
+        model.to("npu:0")
+        wanted = [asked(exact, given, keep) for given, keep in zip(prompts, new, strict=True)]
+        plain = [asked(model, given, keep) for given, keep in zip(prompts, new, strict=True)]
+        rounding = max((found - right).abs().max() for found, right in zip(plain, wanted, strict=True))
+        embedded, cache = Embedded(model), npc.enable(model, **POOL)
+        for given, keep, right in zip(prompts, new, wanted, strict=True):
+            found = asked(model, given, keep)
+            assert (found - right).abs().max() <= max(2 * rounding, 1e-4)
+            assert embedded.take() == keep
+        assert rounding < 0.06 * wanted[0].abs().max()  # or this would say nothing
+        cache.check_integrity()
+        npc.disable(model)
 
 
 # ---- beams ----
@@ -225,19 +277,18 @@ def test_beams_of_models_with_windows_and_sinks(model_type: str) -> None:
 
 @pytest.mark.parametrize("changes", [{}, PACKS], ids=["BNSD", "TND"])
 @pytest.mark.parametrize("model_type", ["mistral", "gpt_oss"])
-def test_beams_in_bfloat16_score_their_texts_as_the_exact_model_does(
+def test_beams_in_bfloat16_are_as_near_to_the_exact_logits_as_no_cache(
     model_type: str, changes: dict[str, object]
 ) -> None:
     config = mild(tiny_config_of(model_type, **changes))
-    model, exact = build(config).bfloat16().to("npu:0"), build(config).bfloat16().float()
-    rounding = Exact(exact).error(logits(model, PROMPT), PROMPT)
+    model, exact = build(config).bfloat16().to("npu:0"), Exact(build(config).bfloat16().float())
+    rounding = exact.error(logits(model, PROMPT), PROMPT)
     cache = npc.enable(model, **POOL)
     for _ in range(2):
         found = generate(model, [PROMPT], num_beams=BEAMS, num_return_sequences=BEAMS)
-        for text, score in zip(found.sequences.cpu(), found.sequences_scores.tolist(), strict=True):
-            chances = logits(exact, text[None, :-1], keep=STEPS)[0].log_softmax(-1)
-            wanted = chances.gather(1, text[-STEPS:, None]).mean().item()
-            # The logarithm of a chance is off by a logit's error, and by that of all logits together.
-            assert abs(score - wanted) <= 2 * (2 * rounding)
+        for text, rows in zip(found.sequences.cpu(), found.beam_indices.tolist(), strict=True):
+            # The row that each step of the text was computed in.
+            steps = [scores[row] for scores, row in zip(found.logits, rows, strict=True)]
+            assert exact.error(torch.stack(steps)[None].cpu(), text[None, :-1]) <= 2 * rounding
     cache.check_integrity()
     npc.disable(model)
