@@ -253,3 +253,10 @@ def test_an_unknown_scaling_is_refused() -> None:
     model.model.rotary_emb.rope_type = "stretched"
     with pytest.raises(npc.UnsupportedModel, match="rope_type 'stretched' is not one of default"):
         npc.enable(model)
+
+
+def test_warming_runs_the_beginning_of_a_longer_prompt_where_it_has_keys_of_its_own() -> None:
+    model = make("llama", LONG_MODELS["llama"])
+    cache, embedded = enable(model), Embedded(model)
+    assert cache.warm([LONG[0, :20], LONG[0, :70], LONG[0, :30]]).cached_tokens == [20, 70, 30]
+    assert embedded.take() == 30 + 70

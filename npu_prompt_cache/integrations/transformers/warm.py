@@ -107,8 +107,9 @@ class _Work:
         unit = cache.layout.block_size if cache.deterministic else 1
         self._prompts = [ids[: len(ids) // unit * unit] for ids in prompts]
         #: Big-endian bytes are sorted as the numbers are, and begin with those of a prefix.
-        keys = sorted({ids.astype(">i8").tobytes() for ids in self._prompts if len(ids)})
-        longest = [key for key, after in zip(keys, [*keys[1:], b""], strict=False) if not after.startswith(key)]
+        keys = sorted({(self._root(ids), ids.astype(">i8").tobytes()) for ids in self._prompts if len(ids)})
+        followed = zip(keys, [*keys[1:], (b"", b"")], strict=False)
+        longest = [key for (root, key), (after, longer) in followed if root != after or not longer.startswith(key)]
         self.distinct = [np.frombuffer(key, ">i8").astype(np.int64) for key in longest]
         self.computed_tokens = 0
 
