@@ -315,6 +315,14 @@ PYBIND11_MODULE(_core, m) {
         py::arg("scale"), py::arg("threads"),
         "Attention of one new token a sequence, float32; tensors by their addresses. See "
         "csrc/cpu/decode_attention.h.");
+  m.def(
+      "write_rows",
+      [](uintptr_t states, uintptr_t plane, const Int64s& slots, size_t row_bytes) {
+        npc::cpu::write_rows(reinterpret_cast<const void*>(states), reinterpret_cast<void*>(plane),
+                             slots.data(), slots.shape(0), row_bytes);
+      },
+      py::arg("states"), py::arg("plane"), py::arg("slots"), py::arg("row_bytes"),
+      "Copies rows of one tensor to given rows of another, by their addresses.");
   m.attr("DECODE_LANES") = npc::cpu::kLanes;
 
   py::class_<LeaseHandle, std::shared_ptr<LeaseHandle>>(m, "Lease")

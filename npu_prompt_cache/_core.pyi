@@ -9,7 +9,15 @@ import numpy.typing
 import typing
 import typing_extensions
 
-__all__: list[str] = ["DECODE_LANES", "Lease", "PromptCache", "decode_attention", "process_is_exiting", "tokens"]
+__all__: list[str] = [
+    "DECODE_LANES",
+    "Lease",
+    "PromptCache",
+    "decode_attention",
+    "process_is_exiting",
+    "tokens",
+    "write_rows",
+]
 
 class Lease:
     def block_table(self) -> numpy.typing.NDArray[numpy.int32]: ...
@@ -128,6 +136,16 @@ def process_is_exiting() -> None:
 def tokens(token_ids: typing.Any) -> numpy.typing.NDArray[numpy.int32]:
     """
     Token ids checked and copied to an int32 array.
+    """
+
+def write_rows(
+    states: typing.SupportsInt | typing.SupportsIndex,
+    plane: typing.SupportsInt | typing.SupportsIndex,
+    slots: typing.Annotated[numpy.typing.ArrayLike, numpy.int64],
+    row_bytes: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
+    """
+    Copies rows of one tensor to given rows of another, by their addresses.
     """
 
 DECODE_LANES: int = 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -371,7 +372,7 @@ class PromptCache:
         self._made_for: weakref.ref[PreTrainedModel] | None = None
         self._salt_key = object()
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         """Where the planes are."""
         index = self.config.device_index

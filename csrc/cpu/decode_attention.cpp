@@ -265,4 +265,11 @@ void decode_attention(const DecodeShape& shape, const float* query, const float*
   batch.finish(out);
 }
 
+void write_rows(const void* states, void* plane, const int64_t* slots, int64_t rows, size_t row_bytes) {
+  for (int64_t row = 0; row < rows; ++row) {
+    std::memcpy(static_cast<char*>(plane) + slots[row] * row_bytes,
+                static_cast<const char*>(states) + row * row_bytes, row_bytes);
+  }
+}
+
 }  // namespace npc::cpu

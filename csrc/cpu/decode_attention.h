@@ -6,6 +6,7 @@
 // numbers and on `threads` alone, not on where its blocks are or what else is in the batch.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace npc::cpu {
@@ -25,5 +26,8 @@ constexpr int32_t kLanes = 16;
 void decode_attention(const DecodeShape& shape, const float* query, const float* keys, const float* values,
                       const int32_t* blocks, const int64_t* first, const int64_t* last, int64_t rows,
                       float scale, int32_t threads, float* out);
+
+// Copies row i of `states`, of `row_bytes` each, to row slots[i] of a plane: a step's new keys or values.
+void write_rows(const void* states, void* plane, const int64_t* slots, int64_t rows, size_t row_bytes);
 
 }  // namespace npc::cpu

@@ -37,7 +37,7 @@ class Span(NamedTuple):
 EVERYTHING = Span()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class AttentionKind:
     """What a layer asks of its attention, which is causal.
 

@@ -68,11 +68,14 @@ class PagedForward:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The new tokens' K/V, each ``[1, kv_heads, tokens, head_dim]``, into their slots; returns them."""
         planes = self._cache.key(layer), self._cache.value(layer)
-        for name, plane, states in zip("KV", planes, (keys, values), strict=True):
-            _check_geometry(layer, name, plane, states)
         if layer in self._written:
             raise UnsupportedModel(f"layer {layer} caches twice in one forward")
-        self._batch.write(*planes, keys, values)
+        try:
+            self._batch.write(*planes, keys, values)
+        except RuntimeError:
+            for name, plane, states in zip("KV", planes, (keys, values), strict=True):
+                _check_geometry(layer, name, plane, states)
+            raise
         self._written[layer] = weakref.ref(keys), weakref.ref(values)
         return keys, values
 
