@@ -368,7 +368,8 @@ class PromptCache:
         self._plane_addresses = tuple(self._core.plane_address(plane) for plane in range(layout.num_planes))
         self._planes: list[torch.Tensor | None] = [None] * layout.num_planes
         self._attachments: list[Attachment] = []
-        self._paged_caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
+        #: By their ids. Other threads make more while `close` goes through them, which a WeakSet does not stand.
+        self._paged_caches: weakref.WeakValueDictionary[int, PagedCache] = weakref.WeakValueDictionary()
         self._made_for: weakref.ref[PreTrainedModel] | None = None
         self._salt_key = object()
 
@@ -595,8 +596,9 @@ class PromptCache:
             attachment.detach()
         try:
             if not self._core.closed:
-                for paged in list(self._paged_caches):
-                    paged.leave_pool()
+                for reference in self._paged_caches.valuerefs():
+                    if (paged := reference()) is not None:
+                        paged.leave_pool()
         finally:
             self._planes = [None] * len(self._planes)  # ours hold the memory too: the pool is to go now
             self._core.close()

@@ -251,6 +251,27 @@ BESIDES = {
 }
 
 
+@pytest.mark.parametrize("goes_on", ["detached", "in another model"])
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss", "llama4_text"])
+def test_a_forward_that_is_not_served_goes_on_with_a_cache_of_the_pool(model_type: str, goes_on: str) -> None:
+    """Its masks are of the windows that it will find outside the pool, from the first one on."""
+    config = tiny_config_of(model_type)
+    model, fresh = build(config), build(config)
+    prompt, later = tokens(3 * WINDOW), [tokens(n, seed=n) for n in (1, 5)]
+    with npc.PromptCache.for_model(model, pool_bytes=32 << 20, block_size=BLOCK) as cache, torch.no_grad():
+        handle = cache.attach(model)
+        ours, plain = model(prompt).cache, fresh(prompt).cache
+        if goes_on == "detached":
+            handle.detach()
+        else:
+            model = build(config)
+        for turn in later:
+            logits = model(turn, cache=ours).logits
+            torch.testing.assert_close(logits, fresh(turn, cache=plain).logits, rtol=0, atol=1e-4)
+        assert ours.is_sliding == plain.is_sliding
+        assert cache.stats().leases == 0
+
+
 @pytest.mark.parametrize("model_type", WINDOWED)
 def test_the_checks_see_a_window_a_soft_cap_and_sinks(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each, left out alone, is seen: the checks above would fail."""

@@ -691,6 +691,30 @@ def test_what_runs_when_the_cache_is_set_aside_is_waited_for() -> None:
         assert nothing_is_held(cache)
 
 
+def test_continuous_batching_inside_a_served_forward_is_refused_and_does_not_wait_for_itself() -> None:
+    model = tiny_model()
+    text = generate(model)
+    cache = enable(model)
+    hook = model.model.layers[1].register_forward_hook(lambda *_: continuous(model))
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            generate(model)
+        except npc.PromptCacheError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert "begun inside a forward of LlamaForCausalLM" in str(errors.pop())
+    assert nothing_is_held(cache)
+    hook.remove()
+    assert torch.equal(generate(model), text)
+    npc.disable(model)
+
+
 def test_detaching_while_the_cache_is_set_aside() -> None:
     model = tiny_model()
     cache = npc.PromptCache.for_model(model, pool_bytes=32 << 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 import threading
 import time
 import warnings
@@ -22,7 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import npu_prompt_cache as npc
 from npu_prompt_cache import sim
-from npu_prompt_cache.integrations.transformers import CacheBypassWarning, PagedCache
+from npu_prompt_cache.integrations.transformers import CacheBypassWarning, PagedCache, media
+from npu_prompt_cache.integrations.transformers.attachment import _AttentionUse
 
 
 @pytest.fixture
@@ -655,6 +657,50 @@ def test_detaching_while_other_threads_generate(model) -> None:
             assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_forward_that_was_called_before_the_model_was_detached_leaves_the_next_attachment_alone(model) -> None:
+    with npc.PromptCache.for_model(model, pool_bytes=64 << 20) as cache:
+        before = cache.attach(model)
+        called = model.forward._replacement  # a thread that was stopped here, and goes on now
+        before.detach()
+        with cache.attach(model), torch.no_grad():
+            name = model.config._attn_implementation
+            called(type(model).forward.__get__(model), input_ids=tokens(20))
+            assert model.config._attn_implementation == name
+            model(tokens(20))
+            assert cache.stats().lookups == 1
+        assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_was_given_another_config_is_detached_without_a_trace(model) -> None:
+    uses = dict(_AttentionUse._of_config)
+    with npc.PromptCache.for_model(model, pool_bytes=64 << 20) as cache, cache.attach(model):
+        model.config = copy.deepcopy(model.config)
+    assert model.config._attn_implementation == "sdpa"
+    assert uses == _AttentionUse._of_config  # by ids, which other configs will have
+
+
+def test_of_two_threads_that_attach_one_succeeds(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+    monkeypatch.setattr(media, "prepare", lambda model: both.wait(timeout=10))  # both found it free
+    refused: list[ValueError] = []
+
+    def attach(cache: npc.PromptCache) -> None:
+        try:
+            cache.attach(model)
+        except ValueError as error:
+            refused.append(error)
+
+    with npc.PromptCache.for_model(model, pool_bytes=64 << 20) as cache:
+        threads = [threading.Thread(target=attach, args=(cache,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert "attached already" in str(refused.pop())
+        assert not refused
+    assert "forward" not in vars(model)
+
+
 def test_attaching_again_over_somebodys_wrapper(model) -> None:
     with npc.PromptCache.for_model(model, pool_bytes=64 << 20) as cache:
         handle = cache.attach(model)
@@ -731,6 +777,33 @@ def test_closing_while_other_threads_generate(model) -> None:
             thread.join()
         for result in results:
             assert result is None or torch.equal(result, plain), result
+
+
+def test_closing_while_other_threads_make_caches(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = npc.PromptCache.for_model(model, pool_bytes=64 << 20)
+    make = cache.attach(model)._new_cache
+    left: list[PagedCache] = []
+    monkeypatch.setattr(PagedCache, "leave_pool", lambda paged: left.append(paged))
+    kept = [make(in_generate=False) for _ in range(5000)]
+    has_begun, is_closed = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while not is_closed.is_set():
+            kept.append(make(in_generate=False))
+            has_begun.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        has_begun.wait(timeout=10)
+        cache.close()
+    finally:
+        is_closed.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert len(left) >= 5000
 
 
 def test_closing_the_cache_detaches(model) -> None:

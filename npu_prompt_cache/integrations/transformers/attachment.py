@@ -222,7 +222,11 @@ class Attachment:
             put_off = media.put_off_encoding(self.model, ids, model_kwargs)
         if put_off is None:
             return original(inputs_tensor, model_kwargs, model_input_name, generation_config)  # type: ignore[no-any-return]
-        self._put_off.add(put_off)
+        with _AttentionUse.lock:
+            if self.installed:
+                self._put_off.add(put_off)
+            else:
+                put_off.encode()
         return model_kwargs
 
     # -- forward
@@ -355,9 +359,10 @@ class _AttentionUse:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self._config = model.config  # the model may be given another; this one's id is its own as long as it is held
         self._own = original_attention(text_config(model)._attn_implementation)
         self.attached = 0
-        self._running = 0
+        self._running_in: list[int] = []  # threads
         self._set_aside_by: list[int] = []  # threads
         self._is_due = False  # ours is to be named when it is set aside no more
 
@@ -372,33 +377,46 @@ class _AttentionUse:
         self._name_ours_if_due()
 
     def restore_if_unused(self) -> None:
-        if self.attached or self._running or self._set_aside_by:
+        if self.attached or self._running_in or self._set_aside_by:
             return
         self._name_own()
-        self._of_config.pop(id(self._model.config), None)
+        self._of_config.pop(id(self._config), None)
 
     @contextmanager
     def running(self) -> Iterator[bool]:
         """A forward runs, served where it is told True."""
+        thread = threading.get_ident()
         with self.lock:
-            serves = not self._set_aside_by
-            self._running += serves
+            # Where nobody is left, the model was detached since its forward was called, and may be attached anew.
+            serves = bool(self.attached or self._running_in) and not self._set_aside_by
+            if serves:
+                self._running_in.append(thread)
         try:
             yield serves
         finally:
-            with self.lock:
-                self._running -= serves
-                self.restore_if_unused()
-                self._changed.notify_all()
+            if serves:
+                with self.lock:
+                    self._running_in.remove(thread)
+                    self.restore_if_unused()
+                    self._changed.notify_all()
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """The config names the model's own attention: forwards that are served end before, none begins inside."""
+        """The config names the model's own attention: forwards that are served end before, none begins inside.
+
+        Raises:
+            PromptCacheError: this thread is inside a forward that is served, and would wait for itself.
+        """
         with self.lock:
+            if threading.get_ident() in self._running_in:
+                raise PromptCacheError(
+                    f"continuous batching was begun inside a forward of {type(self._model).__name__} that the prompt "
+                    "cache serves, and whose end it has to wait for: begin it outside of forwards"
+                )
             self._set_aside_by.append(threading.get_ident())
         try:
             with self.lock:
-                self._changed.wait_for(lambda: not self._running)
+                self._changed.wait_for(lambda: not self._running_in)
                 self._is_due |= is_ours(text_config(self._model)._attn_implementation)
                 self._name_own()
             yield
@@ -455,8 +473,7 @@ def attach(cache: PromptCache, model: PreTrainedModel) -> Attachment:
     """Attaches `cache` to `model`; see `PromptCache.attach`."""
     layout = layout_of(model, cache.layout.block_size)
     model = inner_model(model)
-    if _attached(model) is not None:
-        raise ValueError(f"{type(model).__name__} has a cache attached already; detach it first")
+    _check_free(model)
     if layout != cache.layout:
         raise ValueError(f"the cache's layout {cache.layout} does not fit {type(model).__name__}, which has {layout}")
     if model.device != cache.device:
@@ -471,7 +488,14 @@ def attach(cache: PromptCache, model: PreTrainedModel) -> Attachment:
             "sequence of a forward, and prompts are run in pieces"
         )
     media.prepare(model)
-    return Attachment(cache, model)
+    with _AttentionUse.lock:
+        _check_free(model)  # of two threads that attach, the second is told
+        return Attachment(cache, model)
+
+
+def _check_free(model: PreTrainedModel) -> None:
+    if _attached(model) is not None:
+        raise ValueError(f"{type(model).__name__} has a cache attached already; detach it first")
 
 
 def generates_by_the_book(model: PreTrainedModel) -> bool:
@@ -525,7 +549,8 @@ def attachment_of(model: PreTrainedModel) -> Attachment:
 
 
 def _attached(model: PreTrainedModel) -> Attachment | None:
-    return next((attachment for attachment in list(_attachments) if attachment.model is model), None)
+    with _AttentionUse.lock:
+        return next((attachment for attachment in _attachments if attachment.model is model), None)
 
 
 _attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()

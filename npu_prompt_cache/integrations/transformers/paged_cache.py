@@ -86,7 +86,7 @@ class PagedCache(DynamicCache):
         self._records_past = False  # once dense, layers with windows keep what they would drop until they are cropped
         #: Held over a forward, and over whatever moves K/V or gives them back.
         self.lock = threading.RLock()
-        prompt_cache._paged_caches.add(self)
+        prompt_cache._paged_caches[id(self)] = self
 
     # -- as a transformers Cache
 
@@ -121,10 +121,13 @@ class PagedCache(DynamicCache):
         return self._columns if self._dense is None else int(self._dense.get_query_offset(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Keys of a layer, and the first one's place: in the pool each layer has all of them."""
-        if self._dense is None:
+        """Keys of a layer, and the first one's place: in the pool each layer has all of them.
+
+        Masks that are made outside of a forward over the pool are for one that takes the K/V out of it.
+        """
+        if self._forward is not None:
             return self._columns + query_length, 0
-        return self._dense.get_mask_sizes(query_length, layer_idx)
+        return self.to_dense().get_mask_sizes(query_length, layer_idx)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: it grows as long as the pool has room, and goes on outside the pool then."""
@@ -143,7 +146,12 @@ class PagedCache(DynamicCache):
         """No layer has a recurrent state."""
         return [False] * len(self)
 
-    is_sliding = is_dummy = is_linear
+    is_dummy = is_linear
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Which layers drop what is behind their window: none in the pool; as `get_mask_sizes`."""
+        return [False] * len(self) if self._forward is not None else self.to_dense().is_sliding
 
     @property
     def is_croppable(self) -> bool:
