@@ -20,7 +20,7 @@ using Floats = float __attribute__((vector_size(4 * kLanes)));
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
 
 constexpr int32_t kTile = 64;           // tokens whose scores are computed before their values are read
-constexpr int64_t kSmallestPart = 512;  // tokens that are worth a thread
+constexpr int64_t kSmallestPart = 128;  // tokens that are worth a thread
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 NPC_INLINE Floats load(const float* from) {

@@ -173,10 +173,12 @@ class PagedBatch(BatchReader):
         sources: npt.NDArray[np.int64] | None,
     ) -> None:
         super().__init__(attention, layout, sequences)
-        self._slots = attention.upload(slots)
+        self._slots = slots
+        self._on_device = attention.upload(slots)
         self._sources = None if sources is None else attention.upload(sources)
+        self._is_on_cpu = self._on_device.device.type == "cpu"
         is_step = all(sequence.tokens == 1 for sequence in sequences)
-        self._step = _Step(sequences, slots) if is_step and self._slots.device.type == "cpu" else None
+        self._step = _Step(sequences) if is_step and self._is_on_cpu else None
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kind: AttentionKind
@@ -195,17 +197,16 @@ class PagedBatch(BatchReader):
             rows = states[0].transpose(0, 1)
             if self._sources is not None:
                 rows = rows.index_select(0, self._sources)
-            if self._step is not None:
-                self._step.write(plane, rows)
+            if self._is_on_cpu:
+                _write_rows(plane, rows, self._slots)
             else:
-                plane.flatten(0, 1).index_copy_(0, self._slots, rows)
+                plane.flatten(0, 1).index_copy_(0, self._on_device, rows)
 
 
 class _Step:
     """A step of decoding, one new token a sequence: K and V are read where they lie, however scattered."""
 
-    def __init__(self, sequences: list[Sequence], slots: npt.NDArray[np.int64]) -> None:
-        self._slots = slots
+    def __init__(self, sequences: list[Sequence]) -> None:
         width = max(len(sequence.block_table) for sequence in sequences)
         self._blocks = np.zeros((len(sequences), width), np.int32)
         for row, sequence in zip(self._blocks, sequences, strict=True):
@@ -217,14 +218,6 @@ class _Step:
         """True where the kernel does: in other precisions torch's is as good."""
         is_whole = not (keys.shape[3] % _core.DECODE_LANES or values.shape[3] % _core.DECODE_LANES)
         return is_whole and query.dtype is torch.float32 and _is_for_kernel(kind)
-
-    def write(self, plane: torch.Tensor, rows: torch.Tensor) -> None:
-        """Rows ``[rows, heads, dim]`` of the new tokens into their slots of a plane."""
-        if rows.shape != (len(self._slots), *plane.shape[2:]) or rows.dtype != plane.dtype:
-            raise RuntimeError(f"rows {list(rows.shape)} {rows.dtype} for a plane {list(plane.shape)} {plane.dtype}")
-        rows = rows.contiguous()  # held until it is copied
-        row_bytes = rows.shape[1] * rows.shape[2] * rows.itemsize
-        _core.write_rows(rows.data_ptr(), plane.data_ptr(), self._slots, row_bytes)
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kind: AttentionKind
@@ -255,6 +248,14 @@ class _Step:
             torch.get_num_threads(),
         )
         return output
+
+
+def _write_rows(plane: torch.Tensor, rows: torch.Tensor, slots: npt.NDArray[np.int64]) -> None:
+    """Rows ``[rows, heads, dim]`` into slots of a plane: torch's ``index_copy_`` takes several times as long."""
+    if rows.shape != (len(slots), *plane.shape[2:]) or rows.dtype != plane.dtype:
+        raise RuntimeError(f"rows {list(rows.shape)} {rows.dtype} for a plane {list(plane.shape)} {plane.dtype}")
+    rows = rows.contiguous()  # held until it is copied
+    _core.write_rows(rows.data_ptr(), plane.data_ptr(), slots, rows.shape[1] * rows.shape[2] * rows.itemsize)
 
 
 class _Place:
