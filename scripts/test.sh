@@ -28,9 +28,16 @@ if (($# == 0)); then
   .venv/bin/ruff format --check --quiet .
   git ls-files -z 'csrc/*.h' 'csrc/*.cpp' | xargs -0 .venv/bin/clang-format --dry-run -Werror
   .venv/bin/mypy
-  .venv/bin/pytest
-  echo "[test] tests/npu, with torch_npu on the simulator" >&2
-  on_simulator tests/npu
+  echo "[test] all tests, and beside them tests/npu with torch_npu on the simulator, whose output comes last" >&2
+  output="$(mktemp)"
+  on_simulator tests/npu >"$output" 2>&1 &
+  beside=$!
+  trap 'kill "$beside" 2>/dev/null || true; rm -f "$output"' EXIT
+  status=0
+  .venv/bin/pytest || status=$?
+  wait "$beside" || status=$?
+  cat "$output"
+  exit "$status"
 elif [[ " $*" == *" tests/npu"* ]]; then
   on_simulator "$@"
 else

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,18 +42,6 @@ TURN = tokens(5, seed=2)
 BUILDABLE = [name for name in MODEL_TYPES if name not in NOT_BUILDABLE]
 TYPES = {name: LOADED_AS.get(name, CONFIG_MAPPING[name].model_type) for name in BUILDABLE}
 SERVED = [name for name in BUILDABLE if TYPES[name] in SUPPORTED_MODEL_TYPES]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _frozen() -> Iterator[None]:
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def _code_of_models_is_not_looked_at_again(_frozen: None) -> None:
-    """The collection after each test would walk all that was imported so far: half of the time of these tests."""
-    gc.freeze()
 
 
 def enable(model: PreTrainedModel) -> npc.PromptCache:

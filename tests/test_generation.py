@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,14 +39,6 @@ PADDING = len(ROWS) * P - sum(LENGTHS)
 ALIKE = (BLOCK + 3) + BLOCK + (BLOCK - 1)
 #: Text that repeats itself: what prompt lookup drafts from it is accepted now and then.
 REFRAIN = join(*[tokens(6, seed=3)] * 6)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _what_was_imported_is_not_looked_at_again() -> Iterator[None]:
-    """The collection after each test would walk it all: half of the time of these tests."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def generate(model: PreTrainedModel, prompt: torch.Tensor = PROMPT, **options: Any) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,18 +45,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
 START, ASK, ASK_MORE = text(20, seed=1), text(5, seed=2), text(4, seed=3)
 
 close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _frozen() -> Iterator[None]:
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def _code_of_models_is_not_looked_at_again(_frozen: None) -> None:
-    """The collection after each test would walk all that was imported so far."""
-    gc.freeze()
 
 
 class Counted:
