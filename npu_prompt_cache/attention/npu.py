@@ -182,7 +182,7 @@ class QueuedStream:
 
 
 def paged_attention(
-    layout: KVLayout, num_heads: int, device: torch.device, gathers: bool
+    layout: KVLayout, num_heads: int, device: torch.device, gathers: bool = False
 ) -> PagedAttention | SdpaAttention:
     """Attention of one request by the route that its model takes; see `attention.paged_attention`.
 

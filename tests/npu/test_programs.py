@@ -36,7 +36,7 @@ def test_smoke_test_reports_that_all_is_well(tmp_path: Path) -> None:
     report = (tmp_path / "report.md").read_text()
     assert report == done.stdout
     assert "FAILED" not in report
-    assert report.count("| ok |") == 17
+    assert report.count("| ok |") == 33
     assert "| 600 tokens, cache, 500 tokens hit |" in report
 
 
