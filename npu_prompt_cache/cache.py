@@ -631,7 +631,7 @@ class PromptCache:
             return self.namespace
         from npu_prompt_cache.integrations import transformers
 
-        return transformers.namespace_of_prompt(model, len(_core.tokens(_ids(prompt))))
+        return transformers.namespace_of_prompt(model, lambda: len(_core.tokens(_ids(prompt))))
 
     def _plane(self, layer: int, value: int) -> torch.Tensor:
         if not 0 <= layer < self.layout.num_layers:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from layouts import small_layout
+from streams import Stream
 
 import npu_prompt_cache as npc
 from npu_prompt_cache import sim
@@ -57,3 +58,14 @@ def make_cache() -> Iterator[Callable[..., npc.PromptCache]]:
             assert cache.stats().pinned_entries == 0
             cache.close()
     made.clear()  # pytest keeps the fixture's value, and so this list, until after the other fixtures' ends
+
+
+@pytest.fixture
+def streams(make_cache: Callable[..., npc.PromptCache]) -> Iterator[list[Stream]]:
+    """Three streams of a caller's own."""
+    make_cache().close()  # initialises the runtime
+    streams = [Stream() for _ in range(3)]
+    yield streams
+    for stream in streams:
+        stream.synchronize()
+        stream.destroy()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import small_layout
-from test_streams import Stream
+from streams import Stream
 
 import npu_prompt_cache as npc
 from npu_prompt_cache import sim
@@ -241,16 +241,6 @@ def test_threads_fork_truncate_and_release_each_others_leases(make_cache) -> Non
     cache.check_integrity()
     stats = cache.stats()
     assert (stats.leases, stats.leased_bytes, stats.pinned_entries) == (0, 0, 0)
-
-
-@pytest.fixture
-def streams(make_cache):
-    make_cache(LAYOUT, pool_bytes=4 << 20).close()  # initialises the runtime
-    streams = [Stream() for _ in range(2)]
-    yield streams
-    for stream in streams:
-        stream.synchronize()
-        stream.destroy()
 
 
 def test_truncated_blocks_wait_for_the_stream(make_cache, streams: list[Stream]) -> None:

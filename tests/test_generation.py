@@ -267,12 +267,14 @@ def nothing_is_held(cache: npc.PromptCache) -> bool:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_result_is_that_of_a_fresh_model(mode: str, attention: str) -> None:
+    check(mode, *(tiny_model(attn_implementation=attention) for _ in range(2)))
+
+
+def check(mode: str, fresh: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Cold and as a hit the result is the fresh model's, and as many tokens as are said do not go through the model."""
     call, saved_cold, saved_hit = MODES[mode]
-    fresh = tiny_model(attn_implementation=attention)
     embedded = Embedded(fresh)
     plain, sent = call(fresh), embedded.take()
-
-    model = tiny_model(attn_implementation=attention)
     embedded, cache = Embedded(model), enable(model)
     for saved in (saved_cold, saved_hit):
         same(call(model), plain)
@@ -297,16 +299,7 @@ SHAPES: dict[str, dict[str, object]] = {
 def test_models_of_other_shapes(mode: str, model_type: str) -> None:
     if mode == "early exit" and model_type in ("gpt2", "gpt_oss"):
         pytest.skip("their layers are not counted anew at each forward: transformers fails without a cache too")
-    call, saved_cold, saved_hit = MODES[mode]
-    fresh, model = (tiny_model(model_type, **SHAPES[model_type]) for _ in range(2))
-    embedded = Embedded(fresh)
-    plain, sent = call(fresh), embedded.take()
-    embedded, cache = Embedded(model), enable(model)
-    for saved in (saved_cold, saved_hit):
-        same(call(model), plain)
-        assert sent - embedded.take() == saved
-    assert nothing_is_held(cache)
-    npc.disable(model)
+    check(mode, *(tiny_model(model_type, **SHAPES[model_type]) for _ in range(2)))
 
 
 #: What deterministic mode need not compute: whole blocks that are cached, and nothing of what rows share.

@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 
 import pytest
 import torch
 from layouts import blocks_of, small_layout
+from streams import Stream
 
 from npu_prompt_cache import sim
 
 LAYOUT = small_layout(num_layers=1, num_kv_heads=64, head_dim=32)
-
-
-class Stream:
-    """A stream of the caller's own, in the context of device 0."""
-
-    def __init__(self) -> None:
-        self.lib = ctypes.CDLL(sim.library_path())
-        self.lib.aclrtSetDevice(0)
-        handle = ctypes.c_void_p()
-        assert self.lib.aclrtCreateStream(ctypes.byref(handle)) == 0
-        self.handle = handle.value
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        size = to.numel() * to.element_size()
-        args = (ctypes.c_void_p(to.data_ptr()), ctypes.c_size_t(size), ctypes.c_void_p(source.data_ptr()))
-        assert self.lib.aclrtMemcpyAsync(*args, ctypes.c_size_t(size), 3, ctypes.c_void_p(self.handle)) == 0
-
-    def synchronize(self) -> None:
-        assert self.lib.aclrtSynchronizeStream(ctypes.c_void_p(self.handle)) == 0
-
-    def destroy(self) -> None:
-        assert self.lib.aclrtDestroyStream(ctypes.c_void_p(self.handle)) == 0
-
-
-@pytest.fixture
-def streams(make_cache):
-    make_cache(LAYOUT, pool_bytes=4 << 20).close()  # initialises the runtime
-    streams = [Stream() for _ in range(3)]
-    yield streams
-    for stream in streams:
-        stream.synchronize()
-        stream.destroy()
 
 
 @pytest.fixture

@@ -92,11 +92,12 @@ class BatchReader:
         Returns:
             ``[1, tokens, heads, head_dim]``.
         """
+        pieces = self._pieces_for(kind, query)
         reads = (
             (piece.place.read(keys, piece.first, piece.last), piece.place.read(values, piece.first, piece.last))
-            for piece in self._pieces_for(kind, query)
+            for piece in pieces
         )
-        return self._attend_each(query, reads, kind)
+        return _attend_each(query, pieces, reads, kind)
 
     def gather(self, plane: torch.Tensor) -> torch.Tensor:
         """All tokens of every sequence, in packed order: ``[1, kv_heads, kv_tokens, head_dim]``. Not to be written to.
@@ -119,7 +120,7 @@ class BatchReader:
         """
         lengths = [sequence.kv_length for sequence in self.sequences]
         reads = zip(torch.split(keys, lengths, 2), torch.split(values, lengths, 2), strict=True)
-        return self._attend_each(query, reads, kind)
+        return _attend_each(query, self._pieces_for(kind, query), reads, kind)
 
     def hidden(self) -> torch.Tensor:
         """What the new tokens do not see of `gather`'s: bool ``[1, 1, tokens, kv_tokens]``.
@@ -132,16 +133,6 @@ class BatchReader:
         is_new = np.concatenate([np.arange(s.kv_length) >= s.kv_length - s.tokens for s in self.sequences])
         hidden = (owner != owner[is_new, None]) | (place > place[is_new, None])
         return self._upload(hidden[None, None])
-
-    def _attend_each(
-        self, query: torch.Tensor, reads: Iterable[tuple[torch.Tensor, torch.Tensor]], kind: AttentionKind
-    ) -> torch.Tensor:
-        attend = _attend_by_kernel if _is_for_kernel(kind) else _attend_by_hand
-        outputs = []
-        for piece, (keys, values) in zip(self._pieces_for(kind, query), reads, strict=True):
-            output = attend(query[:, :, piece.start : piece.stop], keys, values, piece.mask, kind)
-            outputs.append(output.transpose(1, 2))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _pieces_for(self, kind: AttentionKind, query: torch.Tensor) -> list[_Piece]:
         """The same for all layers of a kind, so made once."""
@@ -304,6 +295,21 @@ def _cut(sequence: Sequence, place: _Place, span: Span, by_kernel: bool, query: 
         first, last = span.first_key(before + at), before + end
         mask = _mask(before + at, first, last, span, by_kernel, query)
         yield _Piece(place, sequence.start + at, sequence.start + end, first, last, mask)
+
+
+def _attend_each(
+    query: torch.Tensor,
+    pieces: list[_Piece],
+    reads: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    kind: AttentionKind,
+) -> torch.Tensor:
+    """Of pieces in packed order, over the keys and values of each; returns ``[1, tokens, heads, head_dim]``."""
+    attend = _attend_by_kernel if _is_for_kernel(kind) else _attend_by_hand
+    outputs = []
+    for piece, (keys, values) in zip(pieces, reads, strict=True):
+        output = attend(query[:, :, piece.start : piece.stop], keys, values, piece.mask, kind)
+        outputs.append(output.transpose(1, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _is_for_kernel(kind: AttentionKind) -> bool:

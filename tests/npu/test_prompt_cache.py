@@ -76,6 +76,18 @@ class Answers:
             assert logits.max() - logits[text[0, at]] <= self._bound, f"another token at {at}, and no near-tie"
 
 
+def check_batch(
+    model: PreTrainedModel, cache: npc.PromptCache, batch: dict[str, torch.Tensor], answers: Answers
+) -> None:
+    """The left-padded prompts at once, after which no K/V have gone through the host."""
+    rows = model.generate(**batch, max_new_tokens=8, do_sample=False).cpu()
+    for number, (row, mask) in enumerate(zip(rows, batch["attention_mask"].cpu(), strict=True)):
+        answers.check(number, row[None, int((mask == 0).sum()) :])
+    assert cache.stats().copies["H2D"] == cache.stats().copies["D2H"] == 0
+    cache.check_integrity()
+    npc.disable(model)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
 @pytest.mark.parametrize("model_type", LLAMA_LIKE)
 def test_cold_equals_hit_equals_no_cache(model_type: str, dtype: torch.dtype) -> None:
@@ -89,12 +101,7 @@ def test_cold_equals_hit_equals_no_cache(model_type: str, dtype: torch.dtype) ->
             before = cache.stats().computed_tokens
             answers.check(number, generate(model, prompt))
             assert cache.stats().computed_tokens - before == (1 if repeat else new)
-    rows = model.generate(**batch, max_new_tokens=8, do_sample=False).cpu()
-    for number, (row, mask) in enumerate(zip(rows, batch["attention_mask"].cpu(), strict=True)):
-        answers.check(number, row[None, int((mask == 0).sum()) :])
-    assert cache.stats().copies["H2D"] == cache.stats().copies["D2H"] == 0
-    cache.check_integrity()
-    npc.disable(model)
+    check_batch(model, cache, batch, answers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -147,12 +154,7 @@ def test_rows_of_all_tokens_give_the_answers_of_no_cache(model_type: str, dtype:
         before = cache.stats().computed_tokens
         answers.check(number, generate(model, prompt))
         assert cache.stats().computed_tokens - before == new
-    rows = model.generate(**batch, max_new_tokens=8, do_sample=False).cpu()
-    for number, (row, mask) in enumerate(zip(rows, batch["attention_mask"].cpu(), strict=True)):
-        answers.check(number, row[None, int((mask == 0).sum()) :])
-    assert cache.stats().copies["H2D"] == cache.stats().copies["D2H"] == 0
-    cache.check_integrity()
-    npc.disable(model)
+    check_batch(model, cache, batch, answers)
 
 
 def test_layers_that_need_different_operators_go_by_torchs() -> None:

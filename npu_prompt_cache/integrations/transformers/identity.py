@@ -15,11 +15,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 
-from npu_prompt_cache.errors import UnsupportedModel
 from npu_prompt_cache.integrations.transformers import adapters
-from npu_prompt_cache.integrations.transformers.rotary import is_recomputed, recomputed_buffers, rotary_lengths
+from npu_prompt_cache.integrations.transformers.models import unsupported
+from npu_prompt_cache.integrations.transformers.rotary import (
+    RotaryLengths,
+    is_recomputed,
+    recomputed_buffers,
+    rotary_lengths,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel
 
 #: Ways of switching adapters that are remembered; one that was forgotten is a new one.
@@ -33,6 +40,7 @@ class ModelState(NamedTuple):
     namespace: bytes
     #: Changes seen so far, those that were undone included.
     changes: int
+    rotary: RotaryLengths
 
 
 class ModelIdentity:
@@ -67,7 +75,7 @@ class ModelIdentity:
             if self._snapshot.switches.look():
                 self._changes += 1
                 self._namespace = self._named(self._snapshot.switches.key())
-            return ModelState(self._namespace, self._changes)
+            return ModelState(self._namespace, self._changes, self._snapshot.rotary)
 
     def _named(self, switched: tuple[Any, ...]) -> bytes:
         if len(self._switched) >= _MAX_SWITCHED:
@@ -95,6 +103,7 @@ class _Snapshot:
         self._children = list(map(id, children))
         _refuse(model, modules, tensors)
         self.switches = adapters.Switches(modules)
+        self.rotary = rotary_lengths(model)
         self._facts = _facts(tensors)
         self._forwards = self._own_forwards()
         self._dropouts = [module for module in modules if isinstance(module, _DropoutNd)]
@@ -121,7 +130,7 @@ class _Snapshot:
     def check_dropout(self, model: PreTrainedModel) -> None:
         """Dropout makes K/V random."""
         if any(dropout.training and dropout.p for dropout in self._dropouts):
-            raise _unsupported(model, "it has dropout switched on in a layer: call model.eval()")
+            raise unsupported(model, "it has dropout switched on in a layer: call model.eval()")
 
     def _read(self) -> tuple[list[torch.nn.Module | None], list[torch.Tensor], list[tuple[int, ...]]]:
         """Child modules, parameters and buffers, and the ids of hooks, in the order of modules."""
@@ -169,15 +178,9 @@ def _modules_of(model: PreTrainedModel) -> list[torch.nn.Module]:
 def _refuse(model: PreTrainedModel, modules: list[torch.nn.Module], tensors: list[torch.Tensor]) -> None:
     for module in modules:
         if reason := adapters.refusal(module):
-            raise _unsupported(model, reason)
+            raise unsupported(model, reason)
     if any(tensor.is_inference() for tensor in tensors):
-        raise _unsupported(
-            model, "its weights were made under inference_mode, where torch does not count their changes"
-        )
-
-
-def _unsupported(model: PreTrainedModel, reason: str) -> UnsupportedModel:
-    return UnsupportedModel(f"{type(model).__name__} cannot use the prompt cache: {reason}")
+        raise unsupported(model, "its weights were made under inference_mode, where torch does not count their changes")
 
 
 _identities: weakref.WeakKeyDictionary[PreTrainedModel, ModelIdentity] = weakref.WeakKeyDictionary()
@@ -192,6 +195,10 @@ def state_of(model: PreTrainedModel) -> ModelState:
     return _identities.setdefault(model, ModelIdentity()).state(model)
 
 
-def namespace_of_prompt(model: PreTrainedModel, length: int) -> bytes:
-    """Names the model, its present state, and what of it depends on the length of a prompt; as `state_of`."""
-    return state_of(model).namespace + rotary_lengths(model).regime(length)
+def namespace_of_prompt(model: PreTrainedModel, length: Callable[[], int]) -> bytes:
+    """Names the model, its present state, and what of it depends on the length of a prompt; as `state_of`.
+
+    The length is asked for in models alone whose keys depend on it.
+    """
+    state = state_of(model)
+    return state.namespace if state.rotary.are_fixed else state.namespace + state.rotary.regime(length())

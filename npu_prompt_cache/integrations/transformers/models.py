@@ -246,12 +246,12 @@ def _sizes(config: PreTrainedConfig) -> tuple[int, int, int | None]:
 
 def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
     """Returns the config of the model's text part, or raises `UnsupportedModel` with the reason."""
-    name = type(model).__name__
+    given = model
     virtual = adapters.virtual_tokens(model)
     model = inner_model(model)
 
     def refuse(reason: str) -> None:
-        raise UnsupportedModel(f"{name} cannot use the prompt cache: {reason}")
+        raise unsupported(given, reason)
 
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         refuse("it is not a transformers model with generate() (attach the ...ForCausalLM class)")
@@ -303,6 +303,11 @@ def check_supported(model: PreTrainedModel) -> PreTrainedConfig:
     if own not in SUPPORTED_ATTENTION:
         refuse(f"attn_implementation {own!r} is not one of {', '.join(SUPPORTED_ATTENTION)}")
     return config
+
+
+def unsupported(model: PreTrainedModel, reason: str) -> UnsupportedModel:
+    """The error that says why a model cannot be served."""
+    return UnsupportedModel(f"{type(model).__name__} cannot use the prompt cache: {reason}")
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:

@@ -173,7 +173,7 @@ class _Work:
         return self._cache._core.lookup(self._root(ids), ids)[0] if len(ids) else 0
 
     def _root(self, ids: npt.NDArray[np.int64]) -> bytes:
-        return self._cache._root(None, namespace_of_prompt(self._model, len(ids)))
+        return self._cache._root(None, namespace_of_prompt(self._model, lambda: len(ids)))
 
     def _blocks(self, runs: list[_Run]) -> int:
         size = self._cache.layout.block_size
