@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import re
 import subprocess
 import sys
 
@@ -345,5 +346,6 @@ def test_initialisation_and_exit_in_any_order(imports: str, order: str, end: str
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    # torch_npu itself says that CANN's variables are not set, and how it rounds allocations.
-    assert all("Warning: " in line for line in done.stderr.splitlines()), done.stderr
+    # torch_npu itself says that CANN's variables are not set, how it rounds allocations and, where its queue
+    # runs empty at the wrong moment, that it waits: warnings and information (I, month, day), no errors.
+    assert all(re.match(r"I\d{4} |.*Warning: ", line) for line in done.stderr.splitlines()), done.stderr
