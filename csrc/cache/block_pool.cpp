@@ -1,20 +1,13 @@
 #include "cache/block_pool.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace npc {
 
-BlockPool::BlockPool(BlockId block_count)
-    : state_(block_count, BlockState::kPadding),
-      users_(block_count, 0),
-      last_use_(block_count, 0),
-      free_next_(block_count, 0),
-      free_prev_(block_count, 0) {
-  counts_[static_cast<size_t>(BlockState::kPadding)] = block_count;
-  for (BlockId block = 1; block < block_count; ++block) {
-    set_state(block, BlockState::kFree);
-    link_free(block);
-  }
+BlockPool::BlockPool(BlockId block_count) : slots_(static_cast<size_t>(block_count)) {
+  counts_[static_cast<size_t>(BlockState::kPadding)] = slots_.size();
+  for (BlockId block = block_count - 1; block > 0; --block) free(block);
 }
 
 bool BlockPool::allocate(size_t count, BlockId after, std::vector<BlockId>& out) {
@@ -22,12 +15,12 @@ bool BlockPool::allocate(size_t count, BlockId after, std::vector<BlockId>& out)
   out.reserve(out.size() + count);
   for (; count > 0; --count) {
     size_t successor = static_cast<size_t>(after) + 1;
-    bool adjacent = after != 0 && successor < state_.size() && state_[successor] == BlockState::kFree;
-    BlockId block = adjacent ? static_cast<BlockId>(successor) : free_next_[0];
+    bool adjacent = after != 0 && successor < slots_.size() && slots_[successor].state == BlockState::kFree;
+    BlockId block = adjacent ? static_cast<BlockId>(successor) : slots_[0].next;
     unlink_free(block);
     set_state(block, BlockState::kLeased);
-    users_[block] = 1;
-    last_use_[block] = 0;
+    slots_[block].users = 1;
+    slots_[block].last_use = 0;
     out.push_back(block);
     after = block;
   }
@@ -37,81 +30,116 @@ bool BlockPool::allocate(size_t count, BlockId after, std::vector<BlockId>& out)
 void BlockPool::publish(BlockId block) { set_state(block, BlockState::kCached); }
 
 void BlockPool::drop(BlockId block, Ticket last_use) {
-  last_use_[block] = std::max(last_use_[block], last_use);
-  if (--users_[block] == 0 && state_[block] == BlockState::kLeased) retire(block, last_use);
+  Slot& slot = slots_[block];
+  slot.last_use = std::max(slot.last_use, last_use);
+  if (--slot.users == 0 && slot.state == BlockState::kLeased) retire(block, last_use);
 }
 
 void BlockPool::retire(BlockId block, Ticket last_use) {
-  last_use = std::max(last_use, last_use_[block]);
-  if (last_use <= passed_) {
-    set_state(block, BlockState::kFree);
-    link_free(block);
+  Slot& slot = slots_[block];
+  slot.last_use = std::max(slot.last_use, last_use);
+  if (slot.last_use <= passed_) {
+    free(block);
   } else {
-    fenced_[last_use].push_back(block);
     set_state(block, BlockState::kFenced);
+    fence(block);
   }
 }
 
+// Whose ticket has the bit where `ticket` differs from the passed one, or a lower one, may have passed.
 void BlockPool::pass(Ticket ticket) {
-  if (ticket <= passed_) return;
-  passed_ = ticket;
-  while (!fenced_.empty() && fenced_.begin()->first <= ticket) {
-    for (BlockId block : fenced_.begin()->second) {
-      set_state(block, BlockState::kFree);
-      link_free(block);
+  if (ticket > passed_) {
+    size_t caught_up = highest_bit(ticket ^ passed_);
+    for (size_t bit = 0; bit <= caught_up; ++bit) append(due_, fenced_[bit]);
+    passed_ = ticket;
+  }
+  for (size_t left = kDueBlocks; left > 0 && due_ != 0; --left) {
+    BlockId block = pop_first(due_);
+    if (slots_[block].last_use <= passed_) {
+      free(block);
+    } else {
+      fence(block);
     }
-    fenced_.erase(fenced_.begin());
   }
 }
 
 void BlockPool::set_state(BlockId block, BlockState state) {
-  --counts_[static_cast<size_t>(state_[block])];
+  --counts_[static_cast<size_t>(slots_[block].state)];
   ++counts_[static_cast<size_t>(state)];
-  state_[block] = state;
+  slots_[block].state = state;
 }
 
-void BlockPool::link_free(BlockId block) {
-  BlockId last = free_prev_[0];
-  free_prev_[block] = last;
-  free_next_[block] = 0;
-  free_next_[last] = block;
-  free_prev_[0] = block;
+void BlockPool::free(BlockId block) {
+  set_state(block, BlockState::kFree);
+  BlockId first = slots_[0].next;
+  slots_[block].next = first;
+  slots_[block].previous = 0;
+  slots_[0].next = slots_[first].previous = block;
 }
 
 void BlockPool::unlink_free(BlockId block) {
-  free_next_[free_prev_[block]] = free_next_[block];
-  free_prev_[free_next_[block]] = free_prev_[block];
+  slots_[slots_[block].previous].next = slots_[block].next;
+  slots_[slots_[block].next].previous = slots_[block].previous;
+}
+
+void BlockPool::fence(BlockId block) {
+  BlockId& last = fenced_[highest_bit(slots_[block].last_use ^ passed_)];
+  slots_[block].next = block;
+  append(last, block);
+}
+
+void BlockPool::append(BlockId& last, BlockId& more) {
+  if (last != 0 && more != 0) std::swap(slots_[last].next, slots_[more].next);
+  if (more != 0) last = more;
+  more = 0;
+}
+
+BlockId BlockPool::pop_first(BlockId& last) {
+  BlockId first = slots_[last].next;
+  slots_[last].next = slots_[first].next;
+  if (first == last) last = 0;
+  return first;
 }
 
 void BlockPool::check_integrity() const {
   std::array<size_t, 5> counted{};
-  for (BlockState state : state_) ++counted[static_cast<size_t>(state)];
+  for (const Slot& slot : slots_) ++counted[static_cast<size_t>(slot.state)];
   if (counted != counts_) throw IntegrityError("block counts by state differ from the states");
-  if (state_[0] != BlockState::kPadding || counts_[static_cast<size_t>(BlockState::kPadding)] != 1)
+  if (slots_[0].state != BlockState::kPadding || count(BlockState::kPadding) != 1)
     throw IntegrityError("block 0 is not the one padding block");
-  for (size_t block = 0; block < state_.size(); ++block) {
-    bool is_leased = state_[block] == BlockState::kLeased, is_cached = state_[block] == BlockState::kCached;
-    if (users_[block] < (is_leased ? 1 : 0) || (users_[block] > 0 && !is_leased && !is_cached))
-      throw IntegrityError("block " + std::to_string(block) + " has " + std::to_string(users_[block]) +
+  for (size_t block = 0; block < slots_.size(); ++block) {
+    const Slot& slot = slots_[block];
+    bool is_leased = slot.state == BlockState::kLeased, is_cached = slot.state == BlockState::kCached;
+    if (slot.users < (is_leased ? 1 : 0) || (slot.users > 0 && !is_leased && !is_cached))
+      throw IntegrityError("block " + std::to_string(block) + " has " + std::to_string(slot.users) +
                            " users");
   }
   size_t free = 0;
-  for (BlockId block = free_next_[0]; block != 0; block = free_next_[block]) {
-    if (state_[block] != BlockState::kFree || free_prev_[free_next_[block]] != block)
+  for (BlockId block = slots_[0].next; block != 0; block = slots_[block].next) {
+    if (slots_[block].state != BlockState::kFree || slots_[slots_[block].next].previous != block)
       throw IntegrityError("the free list is broken at block " + std::to_string(block));
     if (++free > count(BlockState::kFree)) throw IntegrityError("the free list has a cycle");
   }
-  size_t fenced = 0;
-  for (const auto& [ticket, blocks] : fenced_) {
-    if (ticket <= passed_) throw IntegrityError("blocks wait for a ticket that has passed");
-    for (BlockId block : blocks) {
-      if (state_[block] != BlockState::kFenced)
-        throw IntegrityError("block " + std::to_string(block) + " waits but is not fenced");
-    }
-    fenced += blocks.size();
-  }
+  size_t fenced = check_waiting(due_, kNoBit);
+  for (size_t bit = 0; bit < fenced_.size(); ++bit) fenced += check_waiting(fenced_[bit], bit);
   if (free != count(BlockState::kFree) || fenced != count(BlockState::kFenced))
-    throw IntegrityError("the free or fenced list misses blocks");
+    throw IntegrityError("the free or fenced lists miss blocks");
+}
+
+// Counts the blocks of a list that wait for tickets of this highest bit, or for whatever ticket.
+size_t BlockPool::check_waiting(BlockId last, size_t bit) const {
+  size_t count = 0;
+  for (BlockId block = last; block != 0;) {
+    block = slots_[block].next;
+    if (slots_[block].state != BlockState::kFenced)
+      throw IntegrityError("block " + std::to_string(block) + " waits but is not fenced");
+    Ticket ticket = slots_[block].last_use;
+    if (bit != kNoBit && (ticket <= passed_ || highest_bit(ticket ^ passed_) != bit))
+      throw IntegrityError("block " + std::to_string(block) + " waits among those of other tickets");
+    if (++count > this->count(BlockState::kFenced)) throw IntegrityError("a fenced list has a cycle");
+    if (block == last) break;
+  }
+  return count;
 }
 
 }  // namespace npc

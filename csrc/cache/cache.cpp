@@ -1,13 +1,17 @@
 #include "cache/cache.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 namespace npc {
 
 Cache::Cache(const CacheOptions& options)
-    : options_(options), pool_(options.block_count), tree_(options.block_size, options.priority_bits) {}
+    : options_(options),
+      pool_(options.block_count),
+      tree_(options.block_size, options.block_count, options.priority_bits) {}
 
 Cache::~Cache() {
   for (Lease* lease : leases_) delete lease;
@@ -66,11 +70,11 @@ void Cache::check_commit(const Lease* lease, const Token* tokens, int64_t count)
   };
   int64_t first = 0;
   for (const Entry* entry : lease->path) {
-    differ(first, entry->tokens.get(), options_.block_size);
+    differ(first, tree_.tokens(entry), options_.block_size);
     first += options_.block_size;
   }
   differ(first, lease->known.data(), static_cast<int64_t>(lease->known.size()));
-  if (lease->tail != nullptr) differ(first, lease->tail->tokens.get(), lease->tail->token_count);
+  if (lease->tail != nullptr) differ(first, tree_.tokens(lease->tail), lease->tail->token_count);
 }
 
 // The other leases that have block `index` of this one in their tables too.
@@ -175,12 +179,18 @@ void Cache::release(Lease* lease, Ticket last_use) {
   std::lock_guard lock(mutex_);
   leases_.erase(lease);
   std::unique_ptr<Lease> owned(lease);
-  for (size_t i = lease->borrowed; i < lease->blocks.size(); ++i) pool_.drop(lease->blocks[i], last_use);
+  drop_from(lease, lease->borrowed, last_use);
   if (lease->spare != 0) pool_.drop(lease->spare, last_use);
   unpin_from(lease, 0, 0, last_use);
   tree_.unpin(lease->root);
   tree_.drop_root_if_unused(lease->root);
   enforce_watermark();
+}
+
+// Gives back the lease's own blocks from block `index` on, in the order that the pool asks for.
+void Cache::drop_from(const Lease* lease, size_t index, Ticket last_use) {
+  for (size_t i = lease->blocks.size(); i > std::max(index, lease->borrowed); --i)
+    pool_.drop(lease->blocks[i - 1], last_use);
 }
 
 int64_t Cache::length(const Lease* lease) const {
@@ -215,9 +225,21 @@ void Cache::pass(Ticket ticket) {
 }
 
 void Cache::clear() {
+  size_t left = stats().entries;  // those who go on publishing do not keep us
+  // A mutex has no queue: only who waits longer than others need to wake up lets them have it.
+  while (clear_some(left)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+}
+
+// Evicts up to `left` entries, and counts them off, but no more than others can wait for; false when done.
+bool Cache::clear_some(size_t& left) {
+  constexpr size_t kAtOnce = 1024;
   std::lock_guard lock(mutex_);
   check_open();
-  while (tree_.oldest() != nullptr) evict_oldest();
+  for (size_t count = 0; count < kAtOnce; ++count, --left) {
+    if (left == 0 || tree_.oldest() == nullptr) return false;
+    evict_oldest();
+  }
+  return true;
 }
 
 void Cache::close() {
@@ -245,6 +267,7 @@ bool Cache::make_room(size_t blocks, const char* what) {
   auto without_eviction = [&] { return pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced); };
   if (room_possible() < blocks) throw PoolExhausted(room_message(what, blocks));
   while (without_eviction() < blocks) evict_oldest();
+  pool_.pass(0);  // where more was due than the last call took
   return pool_.count(BlockState::kFree) >= blocks;
 }
 

@@ -185,7 +185,7 @@ class Cache {
   // Every ticket up to `ticket` has passed.
   void pass(Ticket ticket);
 
-  void clear();  // evicts every unpinned entry
+  void clear();  // evicts every unpinned entry, step by step: other calls may come in between
   void close();  // calls other than release and close throw CacheClosed from here on
   CacheStats stats() const;
   std::vector<std::vector<Token>> eviction_order() const;  // see PrefixTree
@@ -210,7 +210,9 @@ class Cache {
   std::vector<Token> known_until(const Lease* lease, int64_t length) const;
   void pin_all(const Lease* lease);
   void unpin_from(Lease* lease, size_t path_from, size_t off_path_from, Ticket last_use);
+  void drop_from(const Lease* lease, size_t index, Ticket last_use);
   std::vector<Lease*> sharers_of(const Lease* lease, size_t index) const;
+  bool clear_some(size_t& left);
   void enforce_watermark();
   void evict_oldest();
   void drop_if_covered(Entry* entry);

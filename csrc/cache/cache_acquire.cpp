@@ -228,13 +228,13 @@ std::vector<Token> Cache::known_until(const Lease* lease, int64_t length) const 
   const auto keep = static_cast<size_t>(length / options_.block_size);
   const int64_t rows = length % options_.block_size;
   if (keep < lease->path.size()) {
-    const Token* tokens = lease->path[keep]->tokens.get();
+    const Token* tokens = tree_.tokens(lease->path[keep]);
     return std::vector<Token>(tokens, tokens + rows);
   }
   const Token* tokens = lease->known.data();
   auto count = static_cast<int64_t>(lease->known.size());
   if (lease->tail != nullptr && lease->tail->token_count > count) {  // one that shares the block published it
-    tokens = lease->tail->tokens.get();
+    tokens = tree_.tokens(lease->tail);
     count = lease->tail->token_count;
   }
   count = std::min(count, length - static_cast<int64_t>(lease->path.size()) * options_.block_size);
@@ -315,8 +315,7 @@ void Cache::truncate(Lease* lease, int64_t length, Ticket last_use) {
   const auto whole = static_cast<size_t>(length / options_.block_size);
   const size_t kept_blocks = lease->spare != 0 ? whole : blocks_for(length);
   std::vector<Token> known = known_until(lease, length);
-  for (size_t i = std::max(kept_blocks, lease->borrowed); i < lease->blocks.size(); ++i)
-    pool_.drop(lease->blocks[i], last_use);
+  drop_from(lease, kept_blocks, last_use);
   lease->blocks.resize(kept_blocks);
   if (lease->spare != 0) lease->blocks.push_back(std::exchange(lease->spare, 0));
   lease->borrowed = std::min(lease->borrowed, whole);

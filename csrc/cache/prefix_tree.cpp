@@ -1,85 +1,18 @@
 #include "cache/prefix_tree.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "cache/tokens.h"
 
 namespace npc {
-namespace {
-
-// Order of siblings: lexicographic, a proper prefix first. Siblings are never equal.
-bool less_tokens(const Entry* a, const Token* tokens, int32_t count) {
-  int64_t common = common_prefix(a->tokens.get(), tokens, std::min(a->token_count, count));
-  if (common == std::min(a->token_count, count)) return a->token_count < count;
-  return a->tokens[common] < tokens[common];
-}
-
-bool less_entry(const Entry* a, const Entry* b) { return less_tokens(a, b->tokens.get(), b->token_count); }
-
-// Splits a treap into what is below `key` and what is above.
-void split(Entry* top, const Entry* key, Entry** below, Entry** above) {
-  while (top != nullptr) {
-    if (less_entry(top, key)) {
-      *below = top;
-      below = &top->right;
-      top = top->right;
-    } else {
-      *above = top;
-      above = &top->left;
-      top = top->left;
-    }
-  }
-  *below = nullptr;
-  *above = nullptr;
-}
-
-// Joins two treaps, all of `low` below all of `high`, into *slot.
-void join(Entry* low, Entry* high, Entry** slot) {
-  while (low != nullptr && high != nullptr) {
-    if (low->priority > high->priority) {
-      *slot = low;
-      slot = &low->right;
-      low = low->right;
-    } else {
-      *slot = high;
-      slot = &high->left;
-      high = high->left;
-    }
-  }
-  *slot = low != nullptr ? low : high;
-}
-
-std::unique_ptr<Token[]> copy_tokens(const Token* tokens, int32_t count) {
-  auto copy = std::unique_ptr<Token[]>(new Token[count]);
-  std::copy_n(tokens, count, copy.get());
-  return copy;
-}
-
-}  // namespace
-
-PrefixTree::PrefixTree(int32_t block_size, int priority_bits)
+PrefixTree::PrefixTree(int32_t block_size, BlockId block_count, int priority_bits)
     : block_size_(block_size),
+      entries_(static_cast<size_t>(block_count)),
+      tokens_(static_cast<size_t>(block_count) * static_cast<size_t>(block_size)),
       priority_mask_(priority_bits >= 32 ? ~0U : (1U << priority_bits) - 1U),
       random_(std::random_device{}()) {
   lru_.older = lru_.newer = &lru_;
-}
-
-PrefixTree::~PrefixTree() {
-  for (auto& [name, root] : roots_) delete_subtree(root->children);
-}
-
-// Iterative: a prompt of a million tokens is a path thousands of entries deep.
-void PrefixTree::delete_subtree(Entry* top) {
-  std::vector<Entry*> pending;
-  if (top != nullptr) pending.push_back(top);
-  while (!pending.empty()) {
-    Entry* entry = pending.back();
-    pending.pop_back();
-    for (Entry* next : {entry->left, entry->right, entry->children}) {
-      if (next != nullptr) pending.push_back(next);
-    }
-    delete entry;
-  }
 }
 
 Root* PrefixTree::find_root(std::string_view name) {
@@ -95,21 +28,41 @@ Root* PrefixTree::get_root(std::string_view name) {
 }
 
 void PrefixTree::drop_root_if_unused(Root* root) {
-  if (root->pins == 0 && root->children == nullptr) roots_.erase(roots_.find(root->name));
+  if (root->pins == 0 && root->children == 0) roots_.erase(roots_.find(root->name));
 }
 
 Found PrefixTree::find_child(const Entry* parent, const Token* tokens, int32_t count) const {
   // The neighbours of `tokens` in the order both lie on the way down, and one of them has the longest prefix.
   Found best;
-  for (Entry* child = parent->children; child != nullptr;) {
-    int32_t limit = std::min(child->token_count, count);
-    auto common = static_cast<int32_t>(common_prefix(child->tokens.get(), tokens, limit));
-    if (common > best.tokens) best = {child, common};
-    if (common == count) break;
-    bool child_is_less = common == child->token_count || child->tokens[common] < tokens[common];
-    child = child_is_less ? child->right : child->left;
+  for (BlockId at = parent->children; at != 0;) {
+    const Entry& child = entries_[at];
+    if (child.first_token != tokens[0]) {
+      at = child.first_token < tokens[0] ? child.right : child.left;
+      continue;
+    }
+    const Token* held = this->tokens(&child);
+    int32_t limit = std::min(child.token_count, count);
+    bool is_prefix = std::memcmp(held, tokens, limit * sizeof(Token)) == 0;
+    if (is_prefix && limit == count) return {&entries_[at], count};
+    int32_t common = is_prefix ? limit : static_cast<int32_t>(common_prefix(held, tokens, limit));
+    if (common > best.tokens) best = {&entries_[at], common};
+    bool child_is_less = common == child.token_count || held[common] < tokens[common];
+    at = child_is_less ? child.right : child.left;
   }
   return best;
+}
+
+// What a request's next blocks will be compared with, where they are neighbours of this one as the pool tries
+// to make them: the memory is on its way while this one is compared.
+void PrefixTree::prefetch(BlockId block) const {
+  constexpr size_t kLine = 64, kAhead = 4, kMost = 1024;
+  auto at =
+      reinterpret_cast<uintptr_t>(tokens_.data()) + (offset_of(block) + kAhead * block_size_) * sizeof(Token);
+  size_t bytes = std::min(block_size_ * sizeof(Token), kMost);
+  for (size_t offset = 0; offset < bytes; offset += kLine)
+    __builtin_prefetch(reinterpret_cast<const void*>(at + offset));
+  auto entries = reinterpret_cast<uintptr_t>(entries_.data());
+  __builtin_prefetch(reinterpret_cast<const void*>(entries + (block + kAhead) * sizeof(Entry)));
 }
 
 PathMatch PrefixTree::match(Root* root, const Token* tokens, int64_t count) const {
@@ -117,6 +70,7 @@ PathMatch PrefixTree::match(Root* root, const Token* tokens, int64_t count) cons
   result.path.reserve(static_cast<size_t>(count / block_size_));
   const Entry* at = root;
   while (result.tokens < count) {
+    prefetch(at->children);
     auto wanted = static_cast<int32_t>(std::min<int64_t>(block_size_, count - result.tokens));
     Found found = find_child(at, tokens + result.tokens, wanted);
     result.tokens += found.tokens;
@@ -131,22 +85,23 @@ PathMatch PrefixTree::match(Root* root, const Token* tokens, int64_t count) cons
 }
 
 Entry* PrefixTree::insert(Entry* parent, const Token* tokens, int32_t count, BlockId block) {
-  auto entry = std::make_unique<Entry>();
-  entry->tokens = copy_tokens(tokens, count);
-  entry->token_count = count;
+  std::copy_n(tokens, count, tokens_.data() + offset_of(block));
+  Entry* entry = &entries_[block];
   entry->parent = parent;
   entry->block = block;
   entry->priority = static_cast<uint32_t>(random_()) & priority_mask_;
+  entry->first_token = tokens[0];
+  entry->token_count = count;
   entry->pins = 1;
-  link_child(entry.get());
+  link_child(entry);
   ++entry_count_;
-  return entry.release();
+  return entry;
 }
 
 void PrefixTree::lengthen(Entry* entry, const Token* tokens, int32_t count) {
-  auto longer = copy_tokens(tokens, count);
   unlink_child(entry);  // its place among its siblings may change
-  entry->tokens = std::move(longer);
+  int32_t held = entry->token_count;
+  std::copy(tokens + held, tokens + count, tokens_.data() + offset_of(entry->block) + held);
   entry->token_count = count;
   link_child(entry);
 }
@@ -158,44 +113,89 @@ BlockId PrefixTree::remove(Entry* entry) {
   unlink(entry);
   --unpinned_count_;
   --entry_count_;
-  delete entry;
+  *entry = Entry{};
   if (parent->parent == nullptr) drop_root_if_unused(static_cast<Root*>(parent));
   return block;
 }
 
 bool PrefixTree::is_covered(const Entry* entry) const {
-  if (entry->children != nullptr) return false;
+  if (entry->children != 0) return false;
   // A sibling that begins with these tokens is the successor in the order: look for it on the way to `entry`,
   // then below it.
-  const Entry* successor = nullptr;
-  for (const Entry* at = entry->parent->children; at != entry;) {
-    if (less_entry(at, entry)) {
-      at = at->right;
+  BlockId successor = 0;
+  for (BlockId at = entry->parent->children; at != entry->block;) {
+    if (less(entries_[at], *entry)) {
+      at = entries_[at].right;
     } else {
       successor = at;
-      at = at->left;
+      at = entries_[at].left;
     }
   }
-  for (const Entry* at = entry->right; at != nullptr; at = at->left) successor = at;
-  return successor != nullptr && successor->token_count > entry->token_count &&
-         common_prefix(successor->tokens.get(), entry->tokens.get(), entry->token_count) ==
-             entry->token_count;
+  for (BlockId at = entry->right; at != 0; at = entries_[at].left) successor = at;
+  if (successor == 0 || entries_[successor].token_count <= entry->token_count) return false;
+  return std::memcmp(tokens(&entries_[successor]), tokens(entry), entry->token_count * sizeof(Token)) == 0;
+}
+
+// Order of siblings: lexicographic, a proper prefix first. Siblings are never equal.
+bool PrefixTree::less(const Entry& a, const Entry& b) const {
+  if (a.first_token != b.first_token) return a.first_token < b.first_token;
+  const Token *held = tokens(&a), *other = tokens(&b);
+  int32_t limit = std::min(a.token_count, b.token_count);
+  int64_t common = common_prefix(held, other, limit);
+  return common == limit ? a.token_count < b.token_count : held[common] < other[common];
+}
+
+// Splits a treap into what is below `key` and what is above.
+void PrefixTree::split(BlockId top, const Entry& key, BlockId* below, BlockId* above) {
+  while (top != 0) {
+    Entry& entry = entries_[top];
+    if (less(entry, key)) {
+      *below = top;
+      below = &entry.right;
+      top = entry.right;
+    } else {
+      *above = top;
+      above = &entry.left;
+      top = entry.left;
+    }
+  }
+  *below = *above = 0;
+}
+
+// Joins two treaps, all of `low` below all of `high`, into *slot.
+void PrefixTree::join(BlockId low, BlockId high, BlockId* slot) {
+  while (low != 0 && high != 0) {
+    if (entries_[low].priority > entries_[high].priority) {
+      *slot = low;
+      slot = &entries_[low].right;
+      low = *slot;
+    } else {
+      *slot = high;
+      slot = &entries_[high].left;
+      high = *slot;
+    }
+  }
+  *slot = low != 0 ? low : high;
 }
 
 void PrefixTree::link_child(Entry* entry) {
-  Entry** slot = &entry->parent->children;
-  while (*slot != nullptr && (*slot)->priority >= entry->priority) {
-    slot = less_entry(*slot, entry) ? &(*slot)->right : &(*slot)->left;
+  BlockId* slot = &entry->parent->children;
+  while (*slot != 0 && entries_[*slot].priority >= entry->priority) {
+    Entry& sibling = entries_[*slot];
+    slot = less(sibling, *entry) ? &sibling.right : &sibling.left;
   }
-  split(*slot, entry, &entry->left, &entry->right);
-  *slot = entry;
+  split(*slot, *entry, &entry->left, &entry->right);
+  *slot = entry->block;
 }
 
 void PrefixTree::unlink_child(Entry* entry) {
-  Entry** slot = &entry->parent->children;
-  while (*slot != entry) slot = less_entry(*slot, entry) ? &(*slot)->right : &(*slot)->left;
+  BlockId* slot = &entry->parent->children;
+  while (*slot != entry->block) {
+    Entry& sibling = entries_[*slot];
+    slot = less(sibling, *entry) ? &sibling.right : &sibling.left;
+  }
   join(entry->left, entry->right, slot);
-  entry->left = entry->right = nullptr;
+  entry->left = entry->right = 0;
 }
 
 void PrefixTree::pin(Entry* entry) {
@@ -223,7 +223,7 @@ std::vector<std::vector<Token>> PrefixTree::eviction_order() const {
     for (const Entry* at = entry; at->parent != nullptr; at = at->parent) path.push_back(at);
     auto& tokens = order.emplace_back();
     for (auto at = path.rbegin(); at != path.rend(); ++at)
-      tokens.insert(tokens.end(), (*at)->tokens.get(), (*at)->tokens.get() + (*at)->token_count);
+      tokens.insert(tokens.end(), this->tokens(*at), this->tokens(*at) + (*at)->token_count);
   }
   return order;
 }
@@ -248,27 +248,36 @@ namespace {
                        std::to_string(entry->token_count) + " tokens)");
 }
 
-// Children in order, checking the treap's heap order and parent links on the way.
-std::vector<const Entry*> ordered_children(const Entry* parent) {
+}  // namespace
+
+// Children in order, checking the treap's heap order and each one's slot and parent on the way.
+std::vector<const Entry*> PrefixTree::ordered_children(const Entry* parent) const {
   std::vector<const Entry*> ordered, pending;
-  const Entry* at = parent->children;
-  while (at != nullptr || !pending.empty()) {
-    for (; at != nullptr; at = at->left) {
-      for (const Entry* below : {at->left, at->right}) {
-        if (below != nullptr && below->priority > at->priority) broken("treap heap order", below);
+  BlockId at = parent->children;
+  while (at != 0 || !pending.empty()) {
+    for (; at != 0; at = entries_[at].left) {
+      const Entry& entry = entries_[at];
+      if (entry.block != at) broken("not in its block's slot", &entry);
+      if (entry.parent != parent) broken("parent link", &entry);
+      for (BlockId below : {entry.left, entry.right}) {
+        if (below != 0 && entries_[below].priority > entry.priority)
+          broken("treap heap order", &entries_[below]);
       }
-      pending.push_back(at);
+      pending.push_back(&entry);
     }
-    at = pending.back();
+    const Entry* next = pending.back();
     pending.pop_back();
-    if (at->parent != parent) broken("parent link", at);
-    ordered.push_back(at);
-    at = at->right;
+    ordered.push_back(next);
+    at = next->right;
   }
   return ordered;
 }
 
-}  // namespace
+void PrefixTree::check_entry(const Entry* entry) const {
+  if (entry->token_count < 1 || entry->token_count > block_size_) broken("token count", entry);
+  if (entry->children != 0 && entry->token_count != block_size_) broken("children of a part", entry);
+  if (entry->first_token != *tokens(entry)) broken("first token", entry);
+}
 
 void PrefixTree::check_integrity(const std::unordered_map<const Entry*, int32_t>& pins,
                                  std::vector<BlockId>& blocks) const {
@@ -286,7 +295,7 @@ void PrefixTree::check_integrity(const std::unordered_map<const Entry*, int32_t>
     auto held = pins.find(root.get());
     if (root->name != name || root->pins != (held == pins.end() ? 0 : held->second))
       broken("root", root.get());
-    if (root->pins == 0 && root->children == nullptr) broken("unused root", root.get());
+    if (root->pins == 0 && root->children == 0) broken("unused root", root.get());
     pending.push_back(root.get());
   }
   while (!pending.empty()) {
@@ -297,10 +306,8 @@ void PrefixTree::check_integrity(const std::unordered_map<const Entry*, int32_t>
       ++seen;
       pending.push_back(entry);
       blocks.push_back(entry->block);
-      if (entry->token_count < 1 || entry->token_count > block_size_) broken("token count", entry);
-      if (entry->children != nullptr && entry->token_count != block_size_)
-        broken("children of a part", entry);
-      if (before != nullptr && !less_entry(before, entry)) broken("order of siblings", entry);
+      check_entry(entry);
+      if (before != nullptr && !less(*before, *entry)) broken("order of siblings", entry);
       before = entry;
       auto held = pins.find(entry);
       if (entry->pins != (held == pins.end() ? 0 : held->second))
@@ -316,6 +323,9 @@ void PrefixTree::check_integrity(const std::unordered_map<const Entry*, int32_t>
         broken("a parent older than its child", entry);
     }
   }
+  size_t slots = 0;
+  for (size_t block = 0; block < entries_.size(); ++block) slots += entries_[block].parent != nullptr;
+  if (slots != seen) throw IntegrityError("a slot is not blank although its block has no entry");
   if (seen != entry_count_ || unpinned != unpinned_count_) throw IntegrityError("the entry count is wrong");
 }
 

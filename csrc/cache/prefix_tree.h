@@ -7,6 +7,9 @@
 //     no hash to collide: the children of an entry form a treap ordered by their tokens, so that one descent
 //     finds the exact child or, where there is none, the child with the longest common prefix. Its priorities
 //     are random and seeded per process, so that no choice of prompts makes it deep
+//   - the entry of block b is slot b of an array that is reserved once: no call here allocates memory for an
+//   entry or its tokens, moves them, or does anything for all of them. A prompt's blocks are neighbours where
+//   the pool could give it such, and so are then its entries and their tokens
 //   - costs: O(log children) comparisons a block to find, insert and remove (one comparison on an unforked
 //   path),
 //     O(1) to pin, unpin, touch and to find the entry to evict
@@ -23,26 +26,27 @@
 #include <utility>
 #include <vector>
 
+#include "cache/arena.h"
 #include "cache/types.h"
 
 namespace npc {
 
 struct Entry {
-  Entry* parent = nullptr;    // null for a root only
-  Entry* children = nullptr;  // top of the treap of children; only an entry of block_size tokens has any
-  Entry* left = nullptr;      // treap links among siblings: left < this < right by tokens
-  Entry* right = nullptr;
-  Entry* older = nullptr;  // list by recency: linked if and only if pins == 0 and this is no root
-  Entry* newer = nullptr;
-  std::unique_ptr<Token[]>
-      tokens;                 // never changed in place; only the lease that wrote the block may lengthen it
+  Entry* parent = nullptr;  // null for a root, and in the slot of a block that has no entry
+  BlockId block = 0;        // this entry's slot; 0 for a root
+  // Links to other entries, by their blocks; 0 is none.
+  BlockId children = 0;  // top of the treap of children; only an entry of block_size tokens has any
+  BlockId left = 0;      // treap links among siblings: left < this < right by tokens
+  BlockId right = 0;
+  uint32_t priority = 0;      // treap heap order: no child above its parent
+  Token first_token = 0;      // of its tokens: most comparisons with siblings look no further
+  int32_t token_count = 0;    // 1 ... block_size; 0 for a root
+  int32_t pins = 0;           // a pinned entry has pinned ancestors: leases pin whole paths
   Ticket last_use = 0;        // the block may be read by work up to this ticket
   Ticket written = 0;         // the block is written once this ticket has passed
   StreamId writer = nullptr;  // or, on this stream, for whatever is enqueued from now on
-  uint32_t priority = 0;      // treap heap order: no child above its parent
-  int32_t token_count = 0;    // 1 ... block_size; 0 for a root
-  int32_t pins = 0;           // a pinned entry has pinned ancestors: leases pin whole paths
-  BlockId block = 0;
+  Entry* older = nullptr;     // list by recency: linked if and only if pins == 0 and this is no root
+  Entry* newer = nullptr;
 };
 
 struct Root : Entry {
@@ -67,9 +71,8 @@ struct PathMatch {
 
 class PrefixTree {
  public:
-  // `priority_bits` < 32 makes treap priorities collide; a hook for tests.
-  explicit PrefixTree(int32_t block_size, int priority_bits = 32);
-  ~PrefixTree();
+  // Blocks are [1, block_count). `priority_bits` < 32 makes treap priorities collide; a hook for tests.
+  PrefixTree(int32_t block_size, BlockId block_count, int priority_bits = 32);
   PrefixTree(const PrefixTree&) = delete;
   PrefixTree& operator=(const PrefixTree&) = delete;
 
@@ -77,14 +80,17 @@ class PrefixTree {
   Root* get_root(std::string_view name);  // made where there is none
   void drop_root_if_unused(Root* root);
 
+  // Of an entry; never changed but for more being appended, by the lease that wrote the block.
+  const Token* tokens(const Entry* entry) const { return tokens_.data() + offset_of(entry->block); }
+
   PathMatch match(Root* root, const Token* tokens, int64_t count) const;
   Found find_child(const Entry* parent, const Token* tokens, int32_t count) const;
 
-  // A new, pinned child. No child may equal or begin with `tokens`.
+  // A new, pinned child, in the slot of `block`. No child may equal or begin with `tokens`.
   Entry* insert(Entry* parent, const Token* tokens, int32_t count, BlockId block);
   // The same entry with more tokens; tokens[0, token_count) must be what it holds.
   void lengthen(Entry* entry, const Token* tokens, int32_t count);
-  // Unlinks and deletes an unpinned leaf; returns its block.
+  // Unlinks an unpinned leaf and blanks its slot; returns its block.
   BlockId remove(Entry* entry);
   // True where a sibling begins with all tokens of this leaf, so that it can serve no request alone.
   bool is_covered(const Entry* entry) const;
@@ -110,13 +116,21 @@ class PrefixTree {
                        std::vector<BlockId>& blocks) const;
 
  private:
+  size_t offset_of(BlockId block) const { return static_cast<size_t>(block) * block_size_; }
+  void prefetch(BlockId block) const;
+  bool less(const Entry& a, const Entry& b) const;
+  void split(BlockId top, const Entry& key, BlockId* below, BlockId* above);
+  void join(BlockId low, BlockId high, BlockId* slot);
   void link_newest(Entry* entry);
   static void unlink(Entry* entry);
   void link_child(Entry* entry);
   void unlink_child(Entry* entry);
-  void delete_subtree(Entry* top);
+  std::vector<const Entry*> ordered_children(const Entry* parent) const;
+  void check_entry(const Entry* entry) const;
 
   int32_t block_size_;
+  Arena<Entry> entries_;  // by block
+  Arena<Token> tokens_;   // those of the entry of block b from b * block_size on
   uint32_t priority_mask_;
   std::mt19937 random_;
   std::map<std::string, std::unique_ptr<Root>, std::less<>> roots_;
