@@ -330,6 +330,24 @@ def test_clear_evicts_what_is_not_pinned(make_cache) -> None:
     assert cache.stats().entries == 0
 
 
+def test_clear_takes_thousands_of_entries_in_steps(make_cache) -> None:
+    cache = make_cache(pool_bytes=16 << 20, watermark_bytes=0)
+    compute(cache, list(range(3_000 * 16)))
+    assert cache.stats().entries == 3_000
+    cache.clear()
+    assert cache.stats().entries == 0
+    cache.check_integrity()
+
+
+def test_a_prompt_in_the_place_of_an_evicted_one_gets_neighbouring_blocks(make_cache) -> None:
+    cache = make_cache(small_layout(num_layers=1, num_kv_heads=64, head_dim=32), pool_bytes=4 << 20, watermark_bytes=0)
+    usable = cache.stats().pool_bytes // cache.layout.block_bytes
+    for first in range(3):
+        with cache.acquire([first] * (16 * usable)) as lease:
+            assert (np.diff(lease.block_table) == 1).all()
+            lease.commit([first] * (16 * usable))
+
+
 def test_parts_add_up_at_every_step(make_cache) -> None:
     cache = make_cache()
 

@@ -20,7 +20,6 @@ bool BlockPool::allocate(size_t count, BlockId after, std::vector<BlockId>& out)
     unlink_free(block);
     set_state(block, BlockState::kLeased);
     slots_[block].users = 1;
-    slots_[block].last_use = 0;
     out.push_back(block);
     after = block;
   }

@@ -69,7 +69,7 @@ class BlockPool {
 
  private:
   struct Slot {
-    Ticket last_use = 0;   // of the users that a block has dropped; what it waits for where fenced
+    Ticket last_use = 0;   // newest of the users it has dropped, ever; what it waits for where fenced
     BlockId next = 0;      // free: ring through 0. Fenced: ring of those that wait together
     BlockId previous = 0;  // free: ring through 0
     int32_t users = 0;     // 0 where free or fenced, at least 1 where leased

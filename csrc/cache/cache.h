@@ -182,7 +182,8 @@ class Cache {
   // Slot numbers block * block_size + offset of tokens [start, stop), stop <= length.
   std::vector<int64_t> slots(const Lease* lease, int64_t start, int64_t stop) const;
 
-  // Every ticket up to `ticket` has passed.
+  // Every ticket up to `ticket` has passed: see BlockPool::pass(), of which each acquire, extend and fork
+  // that finds too few free blocks is another call.
   void pass(Ticket ticket);
 
   void clear();  // evicts every unpinned entry, step by step: other calls may come in between

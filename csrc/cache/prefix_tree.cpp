@@ -52,25 +52,11 @@ Found PrefixTree::find_child(const Entry* parent, const Token* tokens, int32_t c
   return best;
 }
 
-// What a request's next blocks will be compared with, where they are neighbours of this one as the pool tries
-// to make them: the memory is on its way while this one is compared.
-void PrefixTree::prefetch(BlockId block) const {
-  constexpr size_t kLine = 64, kAhead = 4, kMost = 1024;
-  auto at =
-      reinterpret_cast<uintptr_t>(tokens_.data()) + (offset_of(block) + kAhead * block_size_) * sizeof(Token);
-  size_t bytes = std::min(block_size_ * sizeof(Token), kMost);
-  for (size_t offset = 0; offset < bytes; offset += kLine)
-    __builtin_prefetch(reinterpret_cast<const void*>(at + offset));
-  auto entries = reinterpret_cast<uintptr_t>(entries_.data());
-  __builtin_prefetch(reinterpret_cast<const void*>(entries + (block + kAhead) * sizeof(Entry)));
-}
-
 PathMatch PrefixTree::match(Root* root, const Token* tokens, int64_t count) const {
   PathMatch result;
   result.path.reserve(static_cast<size_t>(count / block_size_));
   const Entry* at = root;
   while (result.tokens < count) {
-    prefetch(at->children);
     auto wanted = static_cast<int32_t>(std::min<int64_t>(block_size_, count - result.tokens));
     Found found = find_child(at, tokens + result.tokens, wanted);
     result.tokens += found.tokens;

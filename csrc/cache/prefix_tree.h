@@ -117,7 +117,6 @@ class PrefixTree {
 
  private:
   size_t offset_of(BlockId block) const { return static_cast<size_t>(block) * block_size_; }
-  void prefetch(BlockId block) const;
   bool less(const Entry& a, const Entry& b) const;
   void split(BlockId top, const Entry& key, BlockId* below, BlockId* above);
   void join(BlockId low, BlockId high, BlockId* slot);
