@@ -163,6 +163,14 @@ int64_t checked_limit(int64_t limit, int64_t count) {
   return std::min(limit, count - 1);
 }
 
+npc::EntryOptions options_of(int64_t priority) {
+  constexpr auto most = static_cast<int64_t>(npc::kPriorities) - 1;
+  if (priority < 0 || priority > most)
+    throw py::value_error("priority=" + std::to_string(priority) + " is not in [0, " + std::to_string(most) +
+                          "]");
+  return {static_cast<npc::Priority>(priority)};
+}
+
 using Leases = std::vector<std::shared_ptr<LeaseHandle>>;
 using Numbers = py::array_t<int64_t>;
 
@@ -172,7 +180,8 @@ py::typing::Tuple<Leases, Numbers, Numbers, Numbers> acquire_batch(PromptCache& 
                                                                    const py::bytes& name_space,
                                                                    const std::vector<py::object>& rows,
                                                                    const std::vector<int64_t>& limits,
-                                                                   uintptr_t stream) {
+                                                                   uintptr_t stream, int64_t priority) {
+  const npc::EntryOptions options = options_of(priority);
   if (rows.empty() || rows.size() != limits.size())
     throw py::value_error(std::to_string(rows.size()) + " prompts with " + std::to_string(limits.size()) +
                           " limits: at least one prompt, and a limit for each");
@@ -184,7 +193,8 @@ py::typing::Tuple<Leases, Numbers, Numbers, Numbers> acquire_batch(PromptCache& 
     auto count = static_cast<int64_t>(tokens.back().size());
     prompts.push_back({tokens.back().data(), count, checked_limit(limits[row], count)});
   }
-  npc::device::Batch batch = without_gil([&] { return cache.acquire(root, prompts, stream_of(stream)); });
+  npc::device::Batch batch =
+      without_gil([&] { return cache.acquire(root, prompts, stream_of(stream), options); });
   return py::make_tuple(std::move(batch.leases), array_of(batch.starts), array_of(batch.copy_sources),
                         array_of(batch.copy_slots));
 }
@@ -237,6 +247,7 @@ py::typing::Dict<py::str, py::object> stats_of(const PromptCache& cache) {
   out["superseded_blocks"] = s.superseded_blocks;
   out["entries"] = s.entries;
   out["pinned_entries"] = s.pinned_entries;
+  out["pinned_bytes"] = s.blocks_of_pins * cache.block_bytes();
   out["leases"] = s.leases;
   out["free_bytes"] = s.free_blocks * cache.block_bytes();
   out["leased_bytes"] = s.leased_blocks * cache.block_bytes();
@@ -272,6 +283,8 @@ void translate(std::exception_ptr pointer) {
     set_python_error("RuntimeNotFound", error.what());
   } catch (const npc::PoolExhausted& error) {
     set_python_error("PoolExhausted", error.what());
+  } catch (const npc::PinLimitExceeded& error) {
+    set_python_error("PinLimitExceeded", error.what());
   } catch (const npc::CacheClosed& error) {
     set_python_error("CacheClosed", error.what());
   } catch (const npc::LeaseReleased& error) {
@@ -324,6 +337,7 @@ PYBIND11_MODULE(_core, m) {
       py::arg("states"), py::arg("plane"), py::arg("slots"), py::arg("row_bytes"),
       "Copies rows of one tensor to given rows of another, by their addresses.");
   m.attr("DECODE_LANES") = npc::cpu::kLanes;
+  m.attr("PRIORITIES") = npc::kPriorities;
 
   py::class_<LeaseHandle, std::shared_ptr<LeaseHandle>>(m, "Lease")
       .def_property_readonly("cached_tokens", &LeaseHandle::cached_tokens)
@@ -356,15 +370,28 @@ PYBIND11_MODULE(_core, m) {
   py::class_<PromptCache, std::shared_ptr<PromptCache>>(m, "PromptCache")
       .def(py::init([](const std::string& acl_lib, int32_t device, size_t pool_bytes, size_t watermark_bytes,
                        const std::vector<size_t>& plane_block_bytes, int32_t block_size, bool whole_blocks,
+                       std::optional<size_t> max_pinned_bytes, bool lfu, bool second_sighting,
                        int priority_bits, bool fenced) {
              py::gil_scoped_release release;
-             return std::make_shared<PromptCache>(
-                 npc::device::PoolOptions{acl_lib, device, pool_bytes, watermark_bytes, plane_block_bytes,
-                                          block_size, whole_blocks, priority_bits, fenced});
+             npc::device::PoolOptions options;
+             options.acl_lib = acl_lib;
+             options.device = device;
+             options.pool_bytes = pool_bytes;
+             options.watermark_bytes = watermark_bytes;
+             options.plane_block_bytes = plane_block_bytes;
+             options.block_size = block_size;
+             options.whole_blocks = whole_blocks;
+             options.max_pinned_bytes = max_pinned_bytes.value_or(pool_bytes);
+             options.policy = lfu ? npc::EvictionPolicy::kLfu : npc::EvictionPolicy::kLru;
+             options.second_sighting = second_sighting;
+             options.priority_bits = priority_bits;
+             options.fenced = fenced;
+             return std::make_shared<PromptCache>(options);
            }),
            py::kw_only(), py::arg("acl_lib"), py::arg("device"), py::arg("pool_bytes"),
            py::arg("watermark_bytes"), py::arg("plane_block_bytes"), py::arg("block_size"),
-           py::arg("whole_blocks") = false, py::arg("priority_bits") = 32, py::arg("fenced") = true)
+           py::arg("whole_blocks") = false, py::arg("max_pinned_bytes") = py::none(), py::arg("lfu") = false,
+           py::arg("second_sighting") = false, py::arg("priority_bits") = 32, py::arg("fenced") = true)
       .def(
           "lookup",
           [](PromptCache& cache, const py::bytes& name_space, const py::object& ids) {
@@ -381,17 +408,19 @@ PYBIND11_MODULE(_core, m) {
       .def(
           "acquire",
           [](PromptCache& cache, const py::bytes& name_space, const py::object& ids,
-             std::optional<int64_t> limit, uintptr_t stream) {
+             std::optional<int64_t> limit, uintptr_t stream, int64_t priority) {
+            const npc::EntryOptions options = options_of(priority);
             std::string_view root = name_space;
             std::vector<Token> tokens = tokens_of(ids);
             auto count = static_cast<int64_t>(tokens.size());
             int64_t most = checked_limit(limit.value_or(count - 1), count);
             py::gil_scoped_release release;
-            return cache.acquire(root, tokens.data(), count, most, stream_of(stream));
+            return cache.acquire(root, tokens.data(), count, most, stream_of(stream), options);
           },
-          py::arg("namespace"), py::arg("token_ids"), py::arg("limit") = py::none(), py::arg("stream") = 0)
+          py::arg("namespace"), py::arg("token_ids"), py::arg("limit") = py::none(), py::arg("stream") = 0,
+          py::arg("priority") = npc::kDefaultPriority)
       .def("acquire_batch", &acquire_batch, py::arg("namespace"), py::arg("prompts"), py::arg("limits"),
-           py::arg("stream") = 0)
+           py::arg("stream") = 0, py::arg("priority") = npc::kDefaultPriority)
       .def(
           "pin",
           [](PromptCache& cache, const py::bytes& name_space, const py::object& ids) {
@@ -404,7 +433,8 @@ PYBIND11_MODULE(_core, m) {
       .def(
           "insert",
           [](PromptCache& cache, const py::bytes& name_space, const py::object& ids,
-             const std::vector<uintptr_t>& planes, int kind, uintptr_t stream) {
+             const std::vector<uintptr_t>& planes, int kind, uintptr_t stream, int64_t priority) {
+            const npc::EntryOptions options = options_of(priority);
             std::string_view root = name_space;
             std::vector<Token> tokens = tokens_of(ids);
             std::vector<npc::device::Source> sources;
@@ -413,10 +443,10 @@ PYBIND11_MODULE(_core, m) {
                   {reinterpret_cast<const void*>(plane), static_cast<npc::acl::MemcpyKind>(kind)});
             py::gil_scoped_release release;
             return cache.insert(root, tokens.data(), static_cast<int64_t>(tokens.size()), sources,
-                                stream_of(stream));
+                                stream_of(stream), options);
           },
           py::arg("namespace"), py::arg("token_ids"), py::arg("planes"), py::arg("kind"),
-          py::arg("stream") = 0)
+          py::arg("stream") = 0, py::arg("priority") = npc::kDefaultPriority)
       .def("plane_capsule", &plane_capsule, py::arg("plane"), py::arg("shape"), py::arg("code"),
            py::arg("bits"), py::arg("device_type"), py::arg("device_id"))
       .def("plane_address",

@@ -12,6 +12,7 @@ import typing_extensions
 __all__: list[str] = [
     "DECODE_LANES",
     "Lease",
+    "PRIORITIES",
     "PromptCache",
     "decode_attention",
     "process_is_exiting",
@@ -47,6 +48,9 @@ class PromptCache:
         plane_block_bytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         block_size: typing.SupportsInt | typing.SupportsIndex,
         whole_blocks: bool = False,
+        max_pinned_bytes: typing.SupportsInt | typing.SupportsIndex | None = None,
+        lfu: bool = False,
+        second_sighting: bool = False,
         priority_bits: typing.SupportsInt | typing.SupportsIndex = 32,
         fenced: bool = True,
     ) -> None: ...
@@ -56,6 +60,7 @@ class PromptCache:
         token_ids: typing.Any,
         limit: typing.SupportsInt | typing.SupportsIndex | None = None,
         stream: typing.SupportsInt | typing.SupportsIndex = 0,
+        priority: typing.SupportsInt | typing.SupportsIndex = 1,
     ) -> Lease: ...
     def acquire_batch(
         self,
@@ -63,6 +68,7 @@ class PromptCache:
         prompts: collections.abc.Sequence[typing.Any],
         limits: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         stream: typing.SupportsInt | typing.SupportsIndex = 0,
+        priority: typing.SupportsInt | typing.SupportsIndex = 1,
     ) -> tuple[
         list[Lease],
         numpy.typing.NDArray[numpy.int64],
@@ -83,6 +89,7 @@ class PromptCache:
         planes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         kind: typing.SupportsInt | typing.SupportsIndex,
         stream: typing.SupportsInt | typing.SupportsIndex = 0,
+        priority: typing.SupportsInt | typing.SupportsIndex = 1,
     ) -> int: ...
     def lookup(self, namespace: bytes, token_ids: typing.Any) -> tuple[int, numpy.typing.NDArray[numpy.int32]]: ...
     def pin(self, namespace: bytes, token_ids: typing.Any) -> Lease: ...
@@ -149,3 +156,4 @@ def write_rows(
     """
 
 DECODE_LANES: int = 16
+PRIORITIES: int = 4

@@ -8,10 +8,11 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
 
 #: Token ids, 0 ... 2**31 - 1, one sequence. A list, a tuple, an integer array or a 1-D torch tensor.
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | torch.Tensor"
+
+_T = TypeVar("_T")
+#: What is set for which cache (its `_key`), the innermost last.
+_Set: TypeAlias = tuple[tuple[object, _T], ...]
+
+DEFAULT_PRIORITY = 1
 
 _DL_CPU, _DL_EXT_DEV = 1, 12
 _H2D, _D2D = 1, 3
@@ -58,6 +65,7 @@ class Stats:
         superseded_blocks: entries dropped because a longer one covers them: a conversation that went on.
         entries: entries now.
         pinned_entries: of these, held by a lease or a pin.
+        pinned_bytes: held by pins; what several pins hold counts once.
         leases: leases now, those of pins included.
         free_bytes: ready to be leased.
         leased_bytes: private to a lease and its forks, not published.
@@ -80,6 +88,7 @@ class Stats:
     superseded_blocks: int
     entries: int
     pinned_entries: int
+    pinned_bytes: int
     leases: int
     free_bytes: int
     leased_bytes: int
@@ -188,7 +197,8 @@ class Lease:
     def commit(self, token_ids: TokenIds) -> int:
         """Publishes the K/V of `token_ids`: the whole sequence from its first token, as far as it was computed.
 
-        May be called again with a longer sequence. Returns the number of tokens that were not cached before.
+        May be called again with a longer sequence. Returns the number of tokens that were not cached before
+        and are now.
 
         Raises:
             ValueError: other tokens than were acquired, fewer than were cached or committed, or more than `length`.
@@ -303,6 +313,15 @@ class PromptCache:
         watermark_bytes: pool bytes kept free after every commit; by default 256 MiB, or a quarter of a smaller pool.
         namespace: everything besides the tokens that the K/V depend on. `for_model` and `attach` make one; a
             program of its own passes what tells its models apart.
+        policy: which entries are evicted. ``"lru"``: the least recently used ones. ``"lfu"``: those that fewer requests
+            used, aged: an entry that was used twice as often survives two turnovers of the cache's cold part more, and
+            what is used no more goes, however often it was. Ends of prompts go before their beginnings.
+        max_pinned_bytes: pool bytes that pins may hold together, by default half of the pool.
+        admission: ``"all"``: what is committed is published. ``"second_sighting"``: a block is published when an
+            earlier request committed it too, with all that comes before it, so that prompts that never repeat
+            evict nothing; what repeats is found from the third time on. What the cache remembers of the first time is
+            a hash, for the latest four pools' worth of blocks. A part of a block counts as the same
+            only where it ends at the same token.
         deterministic: only whole blocks are published and found, and an attached model computes each block of each
             row in a forward of its own: the logits of a hit are those of the cold run bit for bit, and each row of a
             batch is what it is alone, with the same number of torch's threads. A cold prefill takes some 6 % longer,
@@ -337,6 +356,9 @@ class PromptCache:
         pool_bytes: int | None = None,
         watermark_bytes: int | None = None,
         namespace: bytes = b"",
+        policy: str = "lru",
+        max_pinned_bytes: int | None = None,
+        admission: str = "all",
         deterministic: bool = False,
         acl_lib: str | None = None,
     ) -> None:
@@ -345,7 +367,9 @@ class PromptCache:
         self.layout = layout
         self.namespace = namespace
         self.deterministic = deterministic
-        self.config = CacheConfig.resolve(device, max_gb, pool_bytes, watermark_bytes, acl_lib)
+        self.config = CacheConfig.resolve(
+            device, max_gb, pool_bytes, watermark_bytes, policy, max_pinned_bytes, admission, acl_lib
+        )
         if acl_lib is None and self.config.device_type == "cpu":
             acl_lib = sim.library_path()
         self._current_stream()  # torch has a device of its own in this thread before the runtime is given ours
@@ -357,6 +381,9 @@ class PromptCache:
             plane_block_bytes=list(layout.plane_block_bytes),
             block_size=layout.block_size,
             whole_blocks=deterministic,
+            max_pinned_bytes=self.config.max_pinned_bytes,
+            lfu=self.config.policy == "lfu",
+            second_sighting=self.config.admission == "second_sighting",
         )
         elements = self._core.block_count * max(layout.plane_block_bytes) // layout.dtype.itemsize
         if elements >= MAX_PLANE_ELEMENTS:
@@ -371,7 +398,7 @@ class PromptCache:
         #: By their ids. Other threads make more while `close` goes through them, which a WeakSet does not stand.
         self._paged_caches: weakref.WeakValueDictionary[int, PagedCache] = weakref.WeakValueDictionary()
         self._made_for: weakref.ref[PreTrainedModel] | None = None
-        self._salt_key = object()
+        self._key = object()
 
     @functools.cached_property
     def device(self) -> torch.device:
@@ -389,6 +416,9 @@ class PromptCache:
         block_size: int = 128,
         pool_bytes: int | None = None,
         watermark_bytes: int | None = None,
+        policy: str = "lru",
+        max_pinned_bytes: int | None = None,
+        admission: str = "all",
         deterministic: bool = False,
         acl_lib: str | None = None,
     ) -> PromptCache:
@@ -408,14 +438,16 @@ class PromptCache:
             max_gb,
             pool_bytes=pool_bytes,
             watermark_bytes=watermark_bytes,
+            policy=policy,
+            max_pinned_bytes=max_pinned_bytes,
+            admission=admission,
             deterministic=deterministic,
             acl_lib=acl_lib,
         )
         cache._made_for = weakref.ref(transformers.inner_model(model))
         return cache
 
-    @contextlib.contextmanager
-    def salted(self, salt: str | bytes) -> Iterator[None]:
+    def salted(self, salt: str | bytes) -> AbstractContextManager[None]:
         """Inside, every request of this thread (or asyncio task) has this salt, ``model.generate`` included.
 
         A thread that is started inside begins without it: enter it in the thread.
@@ -424,11 +456,34 @@ class PromptCache:
             >>> with cache.salted("tenant-7"):  # doctest: +SKIP
             ...     model.generate(**inputs)
         """
-        token = _SALT.set((*_SALT.get(), (self._salt_key, _salt_bytes(salt))))
+        return self._setting(_SALT, _salt_bytes(salt))
+
+    def prioritized(self, priority: int) -> AbstractContextManager[None]:
+        """Inside, every request of this thread (or asyncio task) has this priority, ``model.generate`` included.
+
+        What a priority does is said at `acquire`.
+
+        Raises:
+            ValueError, TypeError: it is no integer from 0 to 3.
+        """
+        return self._setting(_PRIORITY, _checked_priority(priority))
+
+    @contextlib.contextmanager
+    def _setting(self, variable: ContextVar[_Set[_T]], value: _T) -> Iterator[None]:
+        token = variable.set((*variable.get(), (self._key, value)))
         try:
             yield
         finally:
-            _SALT.reset(token)
+            variable.reset(token)
+
+    def _set(self, variable: ContextVar[_Set[_T]]) -> _T | None:
+        """What the innermost `_setting` around here set for this cache."""
+        return next((value for owner, value in reversed(variable.get()) if owner is self._key), None)
+
+    def _priority(self, priority: int | None) -> int:
+        if priority is None:
+            priority = self._set(_PRIORITY)
+        return DEFAULT_PRIORITY if priority is None else _checked_priority(priority)
 
     def attach(self, model: PreTrainedModel) -> Attachment:
         """Makes ``model.generate(...)`` and ``model(...)`` use this cache, with the calling code unchanged.
@@ -459,6 +514,7 @@ class PromptCache:
 
         Raises:
             ValueError: no model is attached, or several are; a prompt is empty or no prompt.
+            PinLimitExceeded: pins would hold more than ``max_pinned_bytes``; what was run stays, nothing is pinned.
 
         Example:
             >>> with cache.warm([template, system_prompt], tokenizer, pin=True):  # doctest: +SKIP
@@ -482,6 +538,7 @@ class PromptCache:
         *,
         limit: int | None = None,
         stream: int | None = None,
+        priority: int | None = None,
     ) -> Lease:
         """A lease for a request: its longest cached prefix, pinned, and slots for the rest.
 
@@ -494,16 +551,16 @@ class PromptCache:
             limit: take at most so many tokens from the cache.
             stream: handle of the device stream that the request computes on (``npu_stream`` of a torch stream); by
                 default torch's current one. On the CPU the copy has been done when this returns.
+            priority: 0 to 3; by default that of `prioritized`, or 1. Of what the request finds and publishes: entries
+                of a higher priority are evicted when none of a lower one is left. An entry has the highest priority
+                of the requests that used it, or one that begins with it, until it is evicted.
 
         Raises:
             PoolExhausted: the pool cannot hold the request; run it uncached.
         """
-        return self._acquire(self._root(salt, prompt=token_ids), token_ids, limit, stream)
-
-    def _acquire(self, root: bytes, token_ids: TokenIds, limit: int | None, stream: int | None) -> Lease:
-        ids = _ids(token_ids)
+        root, ids = self._root(salt, prompt=token_ids), _ids(token_ids)
         handle, torchs = self._enqueue_on(stream)
-        return Lease(self._core.acquire(root, ids, limit, handle), torchs)
+        return Lease(self._core.acquire(root, ids, limit, handle, self._priority(priority)), torchs)
 
     def _acquire_batch(
         self, root: bytes, prompts: Sequence[TokenIds], limits: Sequence[int], stream: int | None = None
@@ -511,11 +568,15 @@ class PromptCache:
         """Leases for the prompts of one batch, all or none; `limits`: most tokens of each that need not be computed."""
         ids = [_ids(prompt) for prompt in prompts]
         handle, torchs = self._enqueue_on(stream)
-        cores, starts, sources, slots = self._core.acquire_batch(root, ids, limits, handle)
+        cores, starts, sources, slots = self._core.acquire_batch(root, ids, limits, handle, self._priority(None))
         return Batch([Lease(core, torchs) for core in cores], starts, sources, slots)
 
     def pin(self, token_ids: TokenIds, salt: str | bytes | None = None) -> Pin:
-        """Keeps the longest cached prefix of a prompt from being evicted, until the pin is released or dropped."""
+        """Keeps the longest cached prefix of a prompt from being evicted, until the pin is released or dropped.
+
+        Raises:
+            PinLimitExceeded: pins would hold more than ``max_pinned_bytes``, counting what several hold once.
+        """
         return Pin(self._core.pin(self._root(salt, prompt=token_ids), _ids(token_ids)))
 
     def _enqueue_on(self, stream: int | None) -> tuple[int, QueuedStream | None]:
@@ -539,6 +600,7 @@ class PromptCache:
         salt: str | bytes | None = None,
         *,
         stream: int | None = None,
+        priority: int | None = None,
     ) -> int:
         """Publishes a prompt whose K/V the program holds itself, by one copy on the device.
 
@@ -548,9 +610,10 @@ class PromptCache:
                 layout's dtype.
             salt: as for `acquire`.
             stream: handle of the stream that `kv` is computed on; by default torch's current one.
+            priority: as for `acquire`.
 
         Returns:
-            The number of tokens that were not cached before.
+            The number of tokens that were not cached before and are now.
 
         Raises:
             ValueError: a tensor of another shape, dtype or device; the message names it.
@@ -561,7 +624,7 @@ class PromptCache:
         # On the CPU the tensors are host memory: the runtime is told so, and counts a copy host to device.
         kind = _H2D if self.config.device_type == "cpu" else _D2D
         handle, _ = self._enqueue_on(stream)
-        return self._core.insert(self._root(salt, prompt=ids), ids, addresses, kind, handle)
+        return self._core.insert(self._root(salt, prompt=ids), ids, addresses, kind, handle, self._priority(priority))
 
     def key(self, layer: int) -> torch.Tensor:
         """K of a layer over the pool, no copy: ``[blocks, block_size, heads, head_dim]``.
@@ -621,7 +684,7 @@ class PromptCache:
         if namespace is None:
             namespace = self._own_namespace(prompt)
         if salt is None:
-            salt = next((set_salt for owner, set_salt in reversed(_SALT.get()) if owner is self._salt_key), None)
+            salt = self._set(_SALT)
         tail = b"" if salt is None else b"salt" + _salt_bytes(salt)
         return len(namespace).to_bytes(8, "little") + namespace + tail
 
@@ -672,13 +735,22 @@ class PromptCache:
         return addresses
 
 
-_SALT: ContextVar[tuple[tuple[object, bytes], ...]] = ContextVar("salt", default=())
+_SALT: ContextVar[_Set[bytes]] = ContextVar("salt", default=())
+_PRIORITY: ContextVar[_Set[int]] = ContextVar("priority", default=())
 
 
 def _salt_bytes(salt: str | bytes) -> bytes:
     if not isinstance(salt, (str, bytes)):
         raise TypeError(f"salt={salt!r} is a {type(salt).__name__}: a string or bytes are needed")
     return salt.encode() if isinstance(salt, str) else salt
+
+
+def _checked_priority(priority: int) -> int:
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise TypeError(f"priority={priority!r} is a {type(priority).__name__}: an integer is needed")
+    if not 0 <= priority < _core.PRIORITIES:
+        raise ValueError(f"priority={priority} is not in [0, {_core.PRIORITIES})")
+    return priority
 
 
 def _ids(token_ids: TokenIds) -> TokenIds:

@@ -31,6 +31,10 @@ class PoolExhausted(PromptCacheError):
     """The pool cannot hold the request; the message says what it holds. Run the request uncached."""
 
 
+class PinLimitExceeded(PromptCacheError):
+    """Pins may hold no more of the pool; the message says how much they do. Nothing was pinned."""
+
+
 class CacheClosed(PromptCacheError):
     """The cache was closed, or belongs to the process this one was forked from."""
 

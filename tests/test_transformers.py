@@ -425,6 +425,26 @@ def test_tenants_share_nothing(model) -> None:
     assert cache.lookup(prompt[0], salt="a").cached_tokens == 505
 
 
+def test_generate_has_the_priority_around_it(model) -> None:
+    cache = npc.enable(model, pool_bytes=64 << 20)
+    with cache.prioritized(2):
+        model.generate(tokens(300, seed=1), max_new_tokens=3)
+    model.generate(tokens(300, seed=2), max_new_tokens=3)
+    first = [entry[0] for entry in cache._core.eviction_order()]
+    assert first == [int(tokens(1, seed=2))] * 3 + [int(tokens(1, seed=1))] * 3
+
+
+def test_what_generate_publishes_at_the_second_sighting(model) -> None:
+    prompt = join(SYSTEM, tokens(20))
+    plain = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    cache = npc.enable(model, pool_bytes=64 << 20, admission="second_sighting")
+    for cached in (0, 524, 524):  # what the second request published is there when it has ended
+        assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), plain)
+        found = cache.lookup(plain[0])
+        assert (found.cached_tokens if found else 0) == cached
+    assert cache.stats().hit_tokens == 519 + 2 * 524  # the third request, and two lookups
+
+
 @pytest.mark.parametrize("mask", ["holes", "right"])
 def test_chunked_prefill_with_odd_masks_runs_untouched(model, mask: str) -> None:
     prompt = SYSTEM[:, :250]

@@ -152,7 +152,7 @@ def test_pinned_prompts_stay_until_they_are_released(enabled) -> None:
 
 
 def test_more_than_fits_cannot_be_pinned(model, enabled) -> None:
-    cache = enabled(pool_bytes=4 << 20, block_size=16)
+    cache = enabled(pool_bytes=4 << 20, block_size=16, max_pinned_bytes=4 << 20)
     room = cache.stats().pool_bytes // cache.layout.token_bytes
     prompts = [tokens(room // 3, seed=seed) for seed in range(5)]
     with Forwards(model) as forwards, pytest.warns(CacheBypassWarning, match="3 of 5 prompts .* it needs"):
@@ -160,6 +160,17 @@ def test_more_than_fits_cannot_be_pinned(model, enabled) -> None:
     assert sorted(warmed.cached_tokens) == [0, 0, 0, room // 3, room // 3]
     assert count(forwards) == warmed.computed_tokens == 2 * (room // 3)
     warmed.release()
+
+
+def test_more_than_pins_may_hold_is_refused(enabled) -> None:
+    cache = enabled(pool_bytes=4 << 20, block_size=16)
+    room = cache.stats().pool_bytes // cache.layout.token_bytes
+    with pytest.raises(
+        npc.PinLimitExceeded,
+        match=f"of at most {(2 << 20) // cache.layout.block_bytes * cache.layout.block_bytes} bytes",
+    ):
+        cache.warm([tokens(room // 3, seed=seed) for seed in range(2)], pin=True)
+    assert cache.stats().pinned_bytes == 0
 
 
 def test_an_error_unpins(model, enabled) -> None:

@@ -11,7 +11,10 @@ namespace npc {
 Cache::Cache(const CacheOptions& options)
     : options_(options),
       pool_(options.block_count),
-      tree_(options.block_size, options.block_count, options.priority_bits) {}
+      tree_(options.block_size, options.block_count, options.policy, options.priority_bits),
+      pins_of_(static_cast<size_t>(options.block_count)) {
+  if (options.second_sighting) sightings_.emplace(pool_.usable_blocks());
+}
 
 Cache::~Cache() {
   for (Lease* lease : leases_) delete lease;
@@ -25,11 +28,15 @@ LookedUp Cache::lookup(std::string_view name_space, const Token* tokens, int64_t
     PathMatch match = this->match(root, tokens, count);
     result.cached_tokens = match.tokens;
     for (Entry* entry : match.path) result.blocks.push_back(entry->block);
+    auto touch = [&](Entry* entry) {
+      if (counted) tree_.use(entry);
+      tree_.touch(entry);
+    };
     if (match.tail.entry != nullptr) {
       result.blocks.push_back(match.tail.entry->block);
-      tree_.touch(match.tail.entry);
+      touch(match.tail.entry);
     }
-    for (auto entry = match.path.rbegin(); entry != match.path.rend(); ++entry) tree_.touch(*entry);
+    std::for_each(match.path.rbegin(), match.path.rend(), touch);
   }
   if (counted) count_lookup(count, result.cached_tokens);
   return result;
@@ -88,10 +95,33 @@ std::vector<Lease*> Cache::sharers_of(const Lease* lease, size_t index) const {
   return sharers;
 }
 
+// Sights the prefixes of tokens [0, count) that this lease has not sighted yet. Returns the number of leading
+// tokens that may be published.
+int64_t Cache::admit(Lease* lease, const Token* tokens, int64_t count) {
+  if (!sightings_) return count;
+  const int32_t block_size = options_.block_size;
+  Lease::Admission& seen = lease->admission;
+  seen.chains.reserve(static_cast<size_t>(count / block_size));
+  uint64_t chain = seen.chains.empty() ? sightings_->begin(lease->root->name) : seen.chains.back();
+  while (static_cast<int64_t>(seen.chains.size() + 1) * block_size <= count) {
+    const size_t index = seen.chains.size();
+    chain = sightings_->extend(chain, tokens + index * block_size, block_size);
+    seen.blocks += sightings_->sight(chain) && seen.blocks == index;
+    seen.chains.push_back(chain);
+  }
+  const auto part = static_cast<int32_t>(count % block_size);
+  const bool part_is_new = part > 0 && count > std::exchange(seen.tokens, std::max(seen.tokens, count));
+  const bool again = part_is_new && sightings_->sight(sightings_->extend(chain, tokens + count - part, part));
+  const auto admitted = static_cast<int64_t>(seen.blocks) * block_size;
+  return again && admitted == count - part ? count : admitted;
+}
+
 // Publishes the next `count` tokens of the lease (one block's, or the part there is of the last one), for
-// itself and for those of `sharers` that have the block too.
-int64_t Cache::publish_block(Lease* lease, const std::vector<Lease*>& sharers, const Token* tokens,
-                             int32_t count, Ticket written, StreamId stream) {
+// itself and for those of `sharers` that have the block too. Returns the number of tokens that were not
+// cached before; nothing where they are not `admitted`, and are not cached.
+std::optional<int64_t> Cache::publish_block(Lease* lease, const std::vector<Lease*>& sharers,
+                                            const Token* tokens, int32_t count, bool admitted, Ticket written,
+                                            StreamId stream) {
   size_t index = lease->path.size();
   BlockId block = lease->blocks[index];
   Entry* parent = index == 0 ? lease->root : lease->path.back();
@@ -105,6 +135,10 @@ int64_t Cache::publish_block(Lease* lease, const std::vector<Lease*>& sharers, c
   Found found = tree_.find_child(parent, tokens, count);
   if (found.tokens == count) {  // there already, by another request or by an earlier commit
     if (!full) return 0;
+    auto is_found = [&](const Lease::Held& held) { return held.entry == found.entry; };
+    if (!lease->is_fork && std::none_of(lease->held.begin(), lease->held.end(), is_found))
+      tree_.use(found.entry);
+    tree_.prioritize(found.entry, lease->options.priority);
     each([&](Lease* user) {
       tree_.pin(found.entry);
       user->path.push_back(found.entry);
@@ -112,12 +146,13 @@ int64_t Cache::publish_block(Lease* lease, const std::vector<Lease*>& sharers, c
     });
     return 0;
   }
+  if (!admitted) return std::nullopt;
   Entry* entry = lease->tail;
   int64_t news = count - found.tokens;
   if (entry != nullptr) {
     tree_.lengthen(entry, tokens, count);
   } else {
-    entry = tree_.insert(parent, tokens, count, block);  // pinned, for this lease
+    entry = tree_.insert(parent, tokens, count, block, lease->options.priority);  // pinned, for this lease
     pool_.publish(block);
     counters_.committed_blocks += 1;
     each([&](Lease* user) {
@@ -146,7 +181,10 @@ int64_t Cache::commit(Lease* lease, const Token* tokens, int64_t count, Ticket w
   const int64_t new_start = std::max(start, count / block_size * block_size);
   // All that can throw comes first: what will be known of the tokens below the path's new end, and room.
   std::vector<Token> known;
-  if (count >= start + static_cast<int64_t>(lease->known.size())) {
+  if (sightings_) {  // the path may end before `new_start`
+    known = lease->known;
+    if (count > start + static_cast<int64_t>(known.size())) known.assign(tokens + start, tokens + count);
+  } else if (count >= start + static_cast<int64_t>(lease->known.size())) {
     if (count > new_start) known.assign(tokens + new_start, tokens + count);
   } else {
     known.assign(lease->known.begin() + (new_start - start), lease->known.end());
@@ -158,17 +196,22 @@ int64_t Cache::commit(Lease* lease, const Token* tokens, int64_t count, Ticket w
   };
   reserve(lease);
   std::for_each(sharers.begin(), sharers.end(), reserve);
+  const int64_t admitted = admit(lease, tokens, count);
 
   int64_t news = 0;
   for (int64_t at = start; at < count; at += block_size) {
-    news += publish_block(lease, sharers, tokens + at, static_cast<int32_t>(std::min(block_size, count - at)),
-                          written, stream);
+    const int64_t stop = std::min(at + block_size, count);
+    std::optional<int64_t> published = publish_block(
+        lease, sharers, tokens + at, static_cast<int32_t>(stop - at), stop <= admitted, written, stream);
+    if (!published) break;
+    news += *published;
   }
-  for (Lease* sharer : sharers) {
-    size_t taken = sharer->path.size() * block_size - start;
-    auto first = sharer->known.begin();
-    sharer->known.erase(first, first + static_cast<int64_t>(std::min(sharer->known.size(), taken)));
-  }
+  auto forget_path = [&](const Lease* of, std::vector<Token>& known) {
+    size_t taken = of->path.size() * block_size - start;
+    known.erase(known.begin(), known.begin() + static_cast<int64_t>(std::min(known.size(), taken)));
+  };
+  for (Lease* sharer : sharers) forget_path(sharer, sharer->known);
+  if (sightings_) forget_path(lease, known);
   lease->known = std::move(known);
   lease->committed = count;
   enforce_watermark();
@@ -179,6 +222,7 @@ void Cache::release(Lease* lease, Ticket last_use) {
   std::lock_guard lock(mutex_);
   leases_.erase(lease);
   std::unique_ptr<Lease> owned(lease);
+  if (lease->is_pin) count_pin(lease, -1);
   drop_from(lease, lease->borrowed, last_use);
   if (lease->spare != 0) pool_.drop(lease->spare, last_use);
   unpin_from(lease, 0, 0, last_use);
@@ -236,8 +280,8 @@ bool Cache::clear_some(size_t& left) {
   std::lock_guard lock(mutex_);
   check_open();
   for (size_t count = 0; count < kAtOnce; ++count, --left) {
-    if (left == 0 || tree_.oldest() == nullptr) return false;
-    evict_oldest();
+    if (left == 0 || tree_.unpinned_count() == 0) return false;
+    evict();
   }
   return true;
 }
@@ -266,7 +310,7 @@ void Cache::count_lookup(int64_t tokens, int64_t hit_tokens) {
 bool Cache::make_room(size_t blocks, const char* what) {
   auto without_eviction = [&] { return pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced); };
   if (room_possible() < blocks) throw PoolExhausted(room_message(what, blocks));
-  while (without_eviction() < blocks) evict_oldest();
+  while (without_eviction() < blocks) evict();
   pool_.pass(0);  // where more was due than the last call took
   return pool_.count(BlockState::kFree) >= blocks;
 }
@@ -279,15 +323,14 @@ size_t Cache::room_possible() const {
 // Fenced blocks count as free here: they will be, without anything more being evicted.
 void Cache::enforce_watermark() {
   while (pool_.count(BlockState::kFree) + pool_.count(BlockState::kFenced) < options_.watermark_blocks &&
-         tree_.oldest() != nullptr) {
-    evict_oldest();
+         tree_.unpinned_count() > 0) {
+    evict();
   }
 }
 
-void Cache::evict_oldest() {
-  Entry* entry = tree_.oldest();
-  Ticket last_use = entry->last_use;
-  pool_.retire(tree_.remove(entry), last_use);
+void Cache::evict() {
+  Ticket last_use = tree_.first_to_evict()->last_use;
+  pool_.retire(tree_.evict(), last_use);
   counters_.evicted_blocks += 1;
 }
 
@@ -320,6 +363,7 @@ CacheStats Cache::stats() const {
   stats.entries = tree_.entry_count();
   stats.pinned_entries = tree_.entry_count() - tree_.unpinned_count();
   stats.leases = leases_.size();
+  stats.blocks_of_pins = blocks_of_pins_;
   stats.free_blocks = pool_.count(BlockState::kFree);
   stats.leased_blocks = pool_.count(BlockState::kLeased);
   stats.cached_blocks = pool_.count(BlockState::kCached);

@@ -20,6 +20,7 @@
 // block has its entry pinned, always.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -31,6 +32,7 @@
 
 #include "cache/block_pool.h"
 #include "cache/prefix_tree.h"
+#include "cache/sightings.h"
 #include "cache/types.h"
 
 namespace npc {
@@ -41,7 +43,11 @@ struct CacheOptions {
   size_t block_bytes = 0;       // of one block in all planes together
   size_t watermark_blocks = 0;  // kept free after every commit and release, where evicting can do it
   bool whole_blocks = false;    // entries are block_size tokens: the rest is neither published nor found
-  int priority_bits = 32;       // PrefixTree's hook for tests
+  size_t pinned_blocks = ~size_t{0};  // that pins may hold together; leases are no pins
+  EvictionPolicy policy = EvictionPolicy::kLru;
+  bool second_sighting =
+      false;               // a block is published when its prefix was committed before, by another request
+  int priority_bits = 32;  // PrefixTree's hook for tests
 };
 
 struct CacheStats {
@@ -54,6 +60,7 @@ struct CacheStats {
   uint64_t evicted_blocks = 0;     // entries evicted for room, or by clear()
   uint64_t superseded_blocks = 0;  // entries dropped because a longer one covers them
   size_t entries = 0, leases = 0, pinned_entries = 0;
+  size_t blocks_of_pins = 0;
   size_t free_blocks = 0, leased_blocks = 0, cached_blocks = 0, fenced_blocks = 0, usable_blocks = 0;
 };
 
@@ -82,6 +89,21 @@ class Lease {
     size_t index;  // of the block it stands for; its parent is path[index - 1]
   };
 
+  // With `second_sighting`: what of the prompt was sighted, each prefix once, however often it is committed.
+  struct Admission {
+    std::vector<uint64_t> chains;  // of the leading whole blocks
+    size_t blocks = 0;             // of these, the leading ones that were sighted before
+    int64_t tokens = 0;            // sighted, with the longest part
+
+    // The lease is to have `length` tokens, of which `whole` blocks are whole.
+    void cut(size_t whole, int64_t length) {
+      chains.resize(std::min(chains.size(), whole));
+      blocks = std::min(blocks, whole);
+      tokens = std::min(tokens, length);
+    }
+  };
+
+  EntryOptions options;
   Root* root = nullptr;      // pinned
   std::vector<Entry*> path;  // pinned: full entries, found at acquire or published since
   std::vector<Held> held;
@@ -95,6 +117,9 @@ class Lease {
   int64_t cached = 0;        // tokens found at acquire
   int64_t length = 0;        // tokens there are slots for
   int64_t committed = 0;     // tokens the longest commit covered
+  bool is_pin = false;       // made by pin()
+  bool is_fork = false;      // made by fork(): of the same request, which uses an entry once
+  Admission admission;
 };
 
 // A request for a lease, alone or as a row of a batch: `count` >= 1 tokens, of which at most `limit` need not
@@ -142,11 +167,11 @@ class Cache {
   // yet: until they are, the leases stand and fall together. Throws PoolExhausted where not even evicting
   // everything else would make room. `newest` is the newest ticket handed out: when it has passed, all blocks
   // that are fenced now are free. The requests will read on `stream`. `counted` = false leaves the hit
-  // statistics alone.
+  // statistics alone. `options` are for the entries that are found, and for those that are published.
   AcquiredBatch acquire(std::string_view name_space, const std::vector<Prompt>& prompts, Ticket newest,
-                        StreamId stream = nullptr, bool counted = true);
+                        StreamId stream = nullptr, bool counted = true, const EntryOptions& options = {});
 
-  // A lease of no length that pins what of the prompt is cached.
+  // A lease of no length that pins what of the prompt is cached. Throws PinLimitExceeded.
   Acquired pin(std::string_view name_space, const Token* tokens, int64_t count);
 
   // One lease that has tokens [0, length) of another, 0 <= length <= its length: shares the whole blocks, and
@@ -160,7 +185,7 @@ class Cache {
   // Publishes tokens [0, count): their K/V are in the lease's slots, or will be once `written`, a ticket
   // taken on `stream`, has passed. cached <= count <= length; tokens must begin as acquired and as committed
   // before. With `whole_blocks` a part of a block is left out. Returns the number of tokens that were not
-  // cached before.
+  // cached before and are now.
   int64_t commit(Lease* lease, const Token* tokens, int64_t count, Ticket written = 0,
                  StreamId stream = nullptr);
 
@@ -214,13 +239,18 @@ class Cache {
   void drop_from(const Lease* lease, size_t index, Ticket last_use);
   std::vector<Lease*> sharers_of(const Lease* lease, size_t index) const;
   bool clear_some(size_t& left);
+  size_t pinned_anew(const Lease* pin) const;
+  void count_pin(const Lease* pin, int32_t change);
+  std::string pin_limit_message(size_t anew) const;
+  int64_t admit(Lease* lease, const Token* tokens, int64_t count);
   void enforce_watermark();
-  void evict_oldest();
+  void evict();
+  void use_path(const Lease* lease);
   void drop_if_covered(Entry* entry);
   void check_open() const;
   void check_commit(const Lease* lease, const Token* tokens, int64_t count) const;
-  int64_t publish_block(Lease* lease, const std::vector<Lease*>& sharers, const Token* tokens, int32_t count,
-                        Ticket written, StreamId stream);
+  std::optional<int64_t> publish_block(Lease* lease, const std::vector<Lease*>& sharers, const Token* tokens,
+                                       int32_t count, bool admitted, Ticket written, StreamId stream);
   std::string room_message(const char* what, size_t wanted_blocks) const;
   void check_table(const Lease* lease, std::vector<int32_t>& users) const;
 
@@ -228,8 +258,11 @@ class Cache {
   mutable std::mutex mutex_;
   BlockPool pool_;  // guarded by mutex_, as everything below
   PrefixTree tree_;
-  std::unordered_set<Lease*> leases_;  // live ones, owned
-  CacheStats counters_;                // the counting fields only
+  std::optional<Sightings> sightings_;  // where second_sighting is on
+  Arena<int32_t> pins_of_;              // by block: pins that hold its entry
+  size_t blocks_of_pins_ = 0;           // with at least one
+  std::unordered_set<Lease*> leases_;   // live ones, owned
+  CacheStats counters_;                 // the counting fields only
   bool closed_ = false;
 };
 

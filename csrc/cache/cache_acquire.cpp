@@ -26,10 +26,11 @@ struct Cache::Plan {
   }
 
   Root* root = nullptr;
+  EntryOptions options;
   std::vector<Row> rows;
-  size_t own_blocks = 0;   // to be allocated
-  size_t copies = 0;       // new tokens to be written twice
-  bool has_parts = false;  // some row takes a part of an entry's block, to be copied
+  size_t own_blocks = 0;  // to be allocated
+  size_t copies = 0;      // new tokens to be written twice
+  size_t parts = 0;       // rows that take a part of an entry's block, to be copied
 };
 
 void Cache::pin_all(const Lease* lease) {
@@ -37,6 +38,17 @@ void Cache::pin_all(const Lease* lease) {
   for (Entry* entry : lease->path) tree_.pin(entry);
   for (const Lease::Held& held : lease->held) tree_.pin(held.entry);
   if (lease->tail != nullptr) tree_.pin(lease->tail);
+}
+
+// Counts the request as a user of what was found for it.
+void Cache::use_path(const Lease* lease) {
+  const Entry* last = !lease->held.empty()   ? lease->held.back().entry
+                      : !lease->path.empty() ? lease->path.back()
+                                             : nullptr;
+  if (last != nullptr) tree_.prioritize(last, lease->options.priority);
+  if (!tree_.counts_uses()) return;
+  for (const Entry* entry : lease->path) tree_.use(entry);
+  for (const Lease::Held& held : lease->held) tree_.use(held.entry);
 }
 
 // Unpins the entries of the path from block `path_from` on, and those off the path from block `off_path_from`
@@ -67,6 +79,7 @@ void Cache::plan_row(Plan& plan, const Prompt& prompt, size_t shared_with, int64
   row.lease.reset(new Lease);
   Lease* lease = row.lease.get();
   lease->root = plan.root;
+  lease->options = plan.options;
   lease->length = prompt.count;
   PathMatch match = this->match(plan.root, prompt.tokens, prompt.limit);
   if (!with_parts) match.drop_tail();
@@ -85,7 +98,7 @@ void Cache::plan_row(Plan& plan, const Prompt& prompt, size_t shared_with, int64
     lease->path = std::move(match.path);
     row.shared_blocks = lease->path.size();
     if (match.tail.entry != nullptr) lease->held.push_back({match.tail.entry, lease->path.size()});
-    plan.has_parts |= match.tail.entry != nullptr;
+    plan.parts += match.tail.entry != nullptr;
   }
   lease->known.assign(prompt.tokens + lease->path.size() * block_size, prompt.tokens + prompt.count);
   lease->blocks.reserve(blocks_for(prompt.count));
@@ -111,20 +124,21 @@ void Cache::cancel(Plan& plan) {
     tree_.unpin(plan.root);
   }
   plan.rows.clear();
-  plan.own_blocks = plan.copies = 0;
-  plan.has_parts = false;
+  plan.own_blocks = plan.copies = plan.parts = 0;
 }
 
 AcquiredBatch Cache::acquire(std::string_view name_space, const std::vector<Prompt>& prompts, Ticket newest,
-                             StreamId stream, bool counted) {
+                             StreamId stream, bool counted, const EntryOptions& options) {
   std::lock_guard lock(mutex_);
   check_open();
   Plan plan;
+  plan.options = options;
   plan.root = tree_.get_root(name_space);
   AcquiredBatch batch;
   try {
     plan_rows(plan, prompts, true);
-    if (plan.has_parts && room_possible() < plan.own_blocks) {
+    const size_t possible = room_possible();
+    if (possible < plan.own_blocks && possible + plan.parts >= plan.own_blocks) {
       // A part to copy from may be the very entry that must go: rather compute those tokens again than fail.
       cancel(plan);
       plan_rows(plan, prompts, false);
@@ -153,6 +167,7 @@ AcquiredBatch Cache::acquire(std::string_view name_space, const std::vector<Prom
   for (size_t row = 0; row < prompts.size(); ++row) {
     Lease* lease = plan.rows[row].lease.release();
     leases_.insert(lease);
+    use_path(lease);
     if (!counted) continue;
     count_lookup(lease->length, lease->cached);
     counters_.computed_tokens += static_cast<uint64_t>(lease->length - batch.rows[row].start);
@@ -213,14 +228,41 @@ Acquired Cache::pin(std::string_view name_space, const Token* tokens, int64_t co
     lease->path = std::move(match.path);
     if (match.tail.entry != nullptr) lease->held.push_back({match.tail.entry, lease->path.size()});
     lease->cached = match.tokens;
+    const size_t anew = pinned_anew(lease.get());
+    if (blocks_of_pins_ + anew > options_.pinned_blocks) throw PinLimitExceeded(pin_limit_message(anew));
     leases_.insert(lease.get());
   } catch (...) {
     tree_.drop_root_if_unused(plan.root);
     throw;
   }
   pin_all(lease.get());
+  lease->is_pin = true;
+  count_pin(lease.get(), 1);
   const int64_t cached = lease->cached;
   return {lease.release(), cached, cached, std::nullopt};
+}
+
+// Blocks of the path that no pin holds yet.
+size_t Cache::pinned_anew(const Lease* pin) const {
+  auto is_new = [&](const Entry* entry) { return pins_of_[entry->block] == 0; };
+  auto anew = static_cast<size_t>(std::count_if(pin->path.begin(), pin->path.end(), is_new));
+  for (const Lease::Held& held : pin->held) anew += is_new(held.entry);
+  return anew;
+}
+
+void Cache::count_pin(const Lease* pin, int32_t change) {
+  auto count = [&](const Entry* entry) {
+    blocks_of_pins_ -= pins_of_[entry->block] > 0;
+    blocks_of_pins_ += (pins_of_[entry->block] += change) > 0;
+  };
+  std::for_each(pin->path.begin(), pin->path.end(), count);
+  for (const Lease::Held& held : pin->held) count(held.entry);
+}
+
+std::string Cache::pin_limit_message(size_t anew) const {
+  auto bytes = [&](size_t blocks) { return std::to_string(blocks * options_.block_bytes) + " bytes"; };
+  return "a pin of " + bytes(anew) + " more: pins hold " + bytes(blocks_of_pins_) + " of at most " +
+         bytes(options_.pinned_blocks) + ". Release pins, or make max_pinned_bytes larger";
 }
 
 // What is known of tokens [first, length), where the path, as far as it stays, ends at `first`.
@@ -259,6 +301,8 @@ AcquiredBatch Cache::fork(const Lease* parent, int64_t length, Ticket newest) {
     if (held.index < whole) lease->held.push_back(held);
   }
   if (parent->tail != nullptr && parent->path.size() < whole) lease->tail = parent->tail;
+  Lease::Admission admission = parent->admission;  // before anything changes: it may throw
+  admission.cut(whole, length);
   if (!make_room(rows == 0 ? 0 : 1, "a fork")) {
     batch.wait_for = newest;
     return batch;
@@ -266,6 +310,9 @@ AcquiredBatch Cache::fork(const Lease* parent, int64_t length, Ticket newest) {
   leases_.insert(lease.get());
 
   lease->root = parent->root;
+  lease->options = parent->options;
+  lease->is_fork = true;
+  lease->admission = std::move(admission);
   pin_all(lease.get());
   share_blocks(parent, whole, lease.get());
   lease->length = length;
@@ -321,6 +368,7 @@ void Cache::truncate(Lease* lease, int64_t length, Ticket last_use) {
   lease->borrowed = std::min(lease->borrowed, whole);
   unpin_from(lease, whole, kept_blocks, last_use);
   lease->known = std::move(known);
+  lease->admission.cut(whole, length);
   lease->cached = std::min(lease->cached, length);
   lease->committed = std::min(lease->committed, length);
   lease->length = length;

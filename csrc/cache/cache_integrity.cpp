@@ -1,4 +1,5 @@
 // What must hold of the tree, the pool and the leases together, after every operation (P10).
+#include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -17,9 +18,13 @@ void Cache::check_integrity() const {
   std::lock_guard lock(mutex_);
   pool_.check_integrity();
   std::unordered_map<const Entry*, int32_t> pins;
-  std::vector<int32_t> users(options_.block_count, 0);
+  std::vector<int32_t> users(options_.block_count, 0), pins_of(options_.block_count, 0);
   for (const Lease* lease : leases_) {
     check_table(lease, users);
+    if (lease->is_pin) {
+      for (const Entry* entry : lease->path) ++pins_of[entry->block];
+      for (const Lease::Held& held : lease->held) ++pins_of[held.entry->block];
+    }
     ++pins[lease->root];
     for (const Entry* entry : lease->path) ++pins[entry];
     for (const Lease::Held& held : lease->held) ++pins[held.entry];
@@ -28,6 +33,11 @@ void Cache::check_integrity() const {
   for (BlockId block = 0; block < options_.block_count; ++block) {
     if (users[block] != pool_.users(block)) broken(block, "has other users than the leases say");
   }
+  if (!std::equal(pins_of.begin(), pins_of.end(), pins_of_.data()))
+    throw IntegrityError("the pins of some block are miscounted");
+  const auto unpinned = static_cast<size_t>(std::count(pins_of.begin(), pins_of.end(), 0));
+  if (blocks_of_pins_ != pins_of.size() - unpinned || blocks_of_pins_ > options_.pinned_blocks)
+    throw IntegrityError("pins hold " + std::to_string(blocks_of_pins_) + " blocks, miscounted or too many");
   std::vector<BlockId> cached;
   tree_.check_integrity(pins, cached);
   std::vector<char> seen(options_.block_count, 0);

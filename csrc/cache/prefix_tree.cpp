@@ -6,14 +6,13 @@
 #include "cache/tokens.h"
 
 namespace npc {
-PrefixTree::PrefixTree(int32_t block_size, BlockId block_count, int priority_bits)
+PrefixTree::PrefixTree(int32_t block_size, BlockId block_count, EvictionPolicy policy, int priority_bits)
     : block_size_(block_size),
       entries_(static_cast<size_t>(block_count)),
       tokens_(static_cast<size_t>(block_count) * static_cast<size_t>(block_size)),
       priority_mask_(priority_bits >= 32 ? ~0U : (1U << priority_bits) - 1U),
-      random_(std::random_device{}()) {
-  lru_.older = lru_.newer = &lru_;
-}
+      random_(std::random_device{}()),
+      order_(block_count, policy) {}
 
 Root* PrefixTree::find_root(std::string_view name) {
   auto it = roots_.find(name);
@@ -70,7 +69,8 @@ PathMatch PrefixTree::match(Root* root, const Token* tokens, int64_t count) cons
   return result;
 }
 
-Entry* PrefixTree::insert(Entry* parent, const Token* tokens, int32_t count, BlockId block) {
+Entry* PrefixTree::insert(Entry* parent, const Token* tokens, int32_t count, BlockId block,
+                          Priority priority) {
   std::copy_n(tokens, count, tokens_.data() + offset_of(block));
   Entry* entry = &entries_[block];
   entry->parent = parent;
@@ -80,6 +80,7 @@ Entry* PrefixTree::insert(Entry* parent, const Token* tokens, int32_t count, Blo
   entry->token_count = count;
   entry->pins = 1;
   link_child(entry);
+  order_.add(block, priority);
   ++entry_count_;
   return entry;
 }
@@ -96,12 +97,17 @@ BlockId PrefixTree::remove(Entry* entry) {
   BlockId block = entry->block;
   Entry* parent = entry->parent;
   unlink_child(entry);
-  unlink(entry);
-  --unpinned_count_;
+  order_.unlink(block);
   --entry_count_;
   *entry = Entry{};
   if (parent->parent == nullptr) drop_root_if_unused(static_cast<Root*>(parent));
   return block;
+}
+
+BlockId PrefixTree::evict() {
+  Entry* entry = first_to_evict();
+  order_.age();
+  return remove(entry);
 }
 
 bool PrefixTree::is_covered(const Entry* entry) const {
@@ -186,45 +192,30 @@ void PrefixTree::unlink_child(Entry* entry) {
 
 void PrefixTree::pin(Entry* entry) {
   if (entry->pins++ > 0 || entry->parent == nullptr) return;
-  unlink(entry);
-  --unpinned_count_;
+  order_.unlink(entry->block);
 }
 
 void PrefixTree::unpin(Entry* entry) {
   if (--entry->pins > 0 || entry->parent == nullptr) return;
-  link_newest(entry);
-  ++unpinned_count_;
+  order_.link(entry->block, entry->parent->block);
 }
 
 void PrefixTree::touch(Entry* entry) {
   if (entry->pins > 0) return;
-  unlink(entry);
-  link_newest(entry);
+  order_.unlink(entry->block);
+  order_.link(entry->block, entry->parent->block);
 }
 
 std::vector<std::vector<Token>> PrefixTree::eviction_order() const {
   std::vector<std::vector<Token>> order;
-  for (const Entry* entry = lru_.newer; entry != &lru_; entry = entry->newer) {
+  for (BlockId block : order_.order()) {
     std::vector<const Entry*> path;
-    for (const Entry* at = entry; at->parent != nullptr; at = at->parent) path.push_back(at);
+    for (const Entry* at = &entries_[block]; at->parent != nullptr; at = at->parent) path.push_back(at);
     auto& tokens = order.emplace_back();
     for (auto at = path.rbegin(); at != path.rend(); ++at)
       tokens.insert(tokens.end(), this->tokens(*at), this->tokens(*at) + (*at)->token_count);
   }
   return order;
-}
-
-void PrefixTree::link_newest(Entry* entry) {
-  entry->older = lru_.older;
-  entry->newer = &lru_;
-  lru_.older->newer = entry;
-  lru_.older = entry;
-}
-
-void PrefixTree::unlink(Entry* entry) {
-  entry->older->newer = entry->newer;
-  entry->newer->older = entry->older;
-  entry->older = entry->newer = nullptr;
 }
 
 namespace {
@@ -267,13 +258,9 @@ void PrefixTree::check_entry(const Entry* entry) const {
 
 void PrefixTree::check_integrity(const std::unordered_map<const Entry*, int32_t>& pins,
                                  std::vector<BlockId>& blocks) const {
-  std::unordered_map<const Entry*, size_t> recency;
-  for (const Entry* entry = lru_.newer; entry != &lru_; entry = entry->newer) {
-    if (entry->newer->older != entry) broken("recency list links", entry);
-    if (!recency.emplace(entry, recency.size()).second) broken("recency list cycle", entry);
-  }
-  if (recency.size() != unpinned_count_)
-    throw IntegrityError("the unpinned count differs from the recency list");
+  order_.check_integrity();
+  std::unordered_map<const Entry*, size_t> place;  // among those that may be evicted
+  for (BlockId block : order_.order()) place.emplace(&entries_[block], place.size());
 
   std::vector<const Entry*> pending;
   size_t seen = 0, unpinned = 0;
@@ -300,19 +287,18 @@ void PrefixTree::check_integrity(const std::unordered_map<const Entry*, int32_t>
         broken("pins differ from the leases'", entry);
       if (entry->pins > 0 && parent->parent != nullptr && parent->pins == 0)
         broken("pinned below unpinned", entry);
-      auto rank = recency.find(entry);
-      if ((rank != recency.end()) != (entry->pins == 0)) broken("recency list membership", entry);
+      auto own = place.find(entry);
+      if ((own != place.end()) != (entry->pins == 0)) broken("eviction order membership", entry);
       if (entry->pins > 0) continue;
       ++unpinned;
-      auto above = recency.find(parent);
-      if (above != recency.end() && above->second < rank->second)
-        broken("a parent older than its child", entry);
+      auto above = place.find(parent);
+      if (above != place.end() && above->second < own->second) broken("evicted after its parent", entry);
     }
   }
   size_t slots = 0;
   for (size_t block = 0; block < entries_.size(); ++block) slots += entries_[block].parent != nullptr;
   if (slots != seen) throw IntegrityError("a slot is not blank although its block has no entry");
-  if (seen != entry_count_ || unpinned != unpinned_count_) throw IntegrityError("the entry count is wrong");
+  if (seen != entry_count_ || unpinned != order_.size()) throw IntegrityError("the entry count is wrong");
 }
 
 }  // namespace npc

@@ -12,7 +12,7 @@
 //   the pool could give it such, and so are then its entries and their tokens
 //   - costs: O(log children) comparisons a block to find, insert and remove (one comparison on an unforked
 //   path),
-//     O(1) to pin, unpin, touch and to find the entry to evict
+//     O(1) to pin, unpin, touch and to find the entry to evict (eviction.h)
 //   - intervals are half-open; counts are tokens
 #pragma once
 
@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "cache/arena.h"
+#include "cache/eviction.h"
 #include "cache/types.h"
 
 namespace npc {
@@ -45,8 +46,6 @@ struct Entry {
   Ticket last_use = 0;        // the block may be read by work up to this ticket
   Ticket written = 0;         // the block is written once this ticket has passed
   StreamId writer = nullptr;  // or, on this stream, for whatever is enqueued from now on
-  Entry* older = nullptr;     // list by recency: linked if and only if pins == 0 and this is no root
-  Entry* newer = nullptr;
 };
 
 struct Root : Entry {
@@ -72,7 +71,7 @@ struct PathMatch {
 class PrefixTree {
  public:
   // Blocks are [1, block_count). `priority_bits` < 32 makes treap priorities collide; a hook for tests.
-  PrefixTree(int32_t block_size, BlockId block_count, int priority_bits = 32);
+  PrefixTree(int32_t block_size, BlockId block_count, EvictionPolicy policy, int priority_bits = 32);
   PrefixTree(const PrefixTree&) = delete;
   PrefixTree& operator=(const PrefixTree&) = delete;
 
@@ -86,8 +85,9 @@ class PrefixTree {
   PathMatch match(Root* root, const Token* tokens, int64_t count) const;
   Found find_child(const Entry* parent, const Token* tokens, int32_t count) const;
 
-  // A new, pinned child, in the slot of `block`. No child may equal or begin with `tokens`.
-  Entry* insert(Entry* parent, const Token* tokens, int32_t count, BlockId block);
+  // A new, pinned child, in the slot of `block`, which a request of this priority uses. No child may equal or
+  // begin with `tokens`.
+  Entry* insert(Entry* parent, const Token* tokens, int32_t count, BlockId block, Priority priority);
   // The same entry with more tokens; tokens[0, token_count) must be what it holds.
   void lengthen(Entry* entry, const Token* tokens, int32_t count);
   // Unlinks an unpinned leaf and blanks its slot; returns its block.
@@ -96,18 +96,24 @@ class PrefixTree {
   bool is_covered(const Entry* entry) const;
 
   void pin(Entry* entry);
-  void unpin(Entry* entry);  // becomes the most recent; unpin the leaf first, its ancestors after it
+  void unpin(Entry* entry);  // becomes the last of its list; unpin the leaf first, its ancestors after it
   void touch(Entry* entry);  // likewise, where it is not pinned
 
-  // The least recently used unpinned entry: always a leaf, because a path is touched leaf first and pinned
-  // whole.
-  Entry* oldest() const { return lru_.newer == &lru_ ? nullptr : lru_.newer; }
+  // See EvictionOrder.
+  void use(const Entry* entry) { order_.use(entry->block); }
+  bool counts_uses() const { return order_.counts_uses(); }
+  void prioritize(const Entry* entry, Priority priority) { order_.prioritize(entry->block, priority); }
+
+  // The next entry to be evicted, an unpinned leaf; null where all are pinned.
+  Entry* first_to_evict() const { return order_.size() == 0 ? nullptr : &entries_[order_.first()]; }
+  // Unlinks and deletes it; returns its block.
+  BlockId evict();
 
   // The unpinned entries, the next to be evicted first; each as all tokens from the root to its own last.
   std::vector<std::vector<Token>> eviction_order() const;
 
   size_t entry_count() const { return entry_count_; }
-  size_t unpinned_count() const { return unpinned_count_; }
+  size_t unpinned_count() const { return order_.size(); }
   int32_t block_size() const { return block_size_; }
 
   // Throws IntegrityError on a broken invariant. `pins` is what the leases say they hold, by entry; `blocks`
@@ -120,8 +126,6 @@ class PrefixTree {
   bool less(const Entry& a, const Entry& b) const;
   void split(BlockId top, const Entry& key, BlockId* below, BlockId* above);
   void join(BlockId low, BlockId high, BlockId* slot);
-  void link_newest(Entry* entry);
-  static void unlink(Entry* entry);
   void link_child(Entry* entry);
   void unlink_child(Entry* entry);
   std::vector<const Entry*> ordered_children(const Entry* parent) const;
@@ -133,9 +137,8 @@ class PrefixTree {
   uint32_t priority_mask_;
   std::mt19937 random_;
   std::map<std::string, std::unique_ptr<Root>, std::less<>> roots_;
-  Entry lru_;  // ring: lru_.newer is the oldest, lru_.older the newest
+  EvictionOrder order_;  // of the entries that are not pinned
   size_t entry_count_ = 0;
-  size_t unpinned_count_ = 0;
 };
 
 }  // namespace npc

@@ -1,6 +1,7 @@
 // Words shared by the cache room: token and block ids, tickets, and the errors this room throws.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -18,8 +19,25 @@ using Ticket = uint64_t;
 // Names a stream of work; compared, never followed.
 using StreamId = const void*;
 
+// Of entries: those of a higher one are evicted when none of a lower one is left.
+using Priority = uint8_t;
+inline constexpr size_t kPriorities = 4;
+inline constexpr Priority kDefaultPriority = 1;
+
+enum class EvictionPolicy : uint8_t { kLru, kLfu };
+
+// What a request asks for the entries that it uses and publishes.
+struct EntryOptions {
+  Priority priority = kDefaultPriority;
+};
+
 // The pool cannot hold the request, even after every entry that may be evicted was.
 struct PoolExhausted : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A pin would hold more than pins may hold.
+struct PinLimitExceeded : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 

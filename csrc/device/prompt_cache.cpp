@@ -18,6 +18,9 @@ CacheOptions cache_options(const PoolOptions& pool, const Region& region) {
   options.block_bytes = region.block_bytes();
   options.watermark_blocks = (pool.watermark_bytes + region.block_bytes() - 1) / region.block_bytes();
   options.whole_blocks = pool.whole_blocks;
+  options.pinned_blocks = pool.max_pinned_bytes / region.block_bytes();
+  options.policy = pool.policy;
+  options.second_sighting = pool.second_sighting;
   options.priority_bits = pool.priority_bits;
   return options;
 }
@@ -83,10 +86,11 @@ AcquiredBatch PromptCache::lend(acl::Stream on, std::vector<std::shared_ptr<Leas
 
 // Leases whose cached parts may be read on `on`, but for the rows that are still to be copied.
 AcquiredBatch PromptCache::lease(std::string_view name_space, const std::vector<Prompt>& prompts,
-                                 acl::Stream on, bool counted,
+                                 acl::Stream on, bool counted, const EntryOptions& options,
                                  std::vector<std::shared_ptr<LeaseHandle>>& handles) {
-  AcquiredBatch batch =
-      lend(on, handles, [&] { return cache_->acquire(name_space, prompts, fences_->newest(), on, counted); });
+  AcquiredBatch batch = lend(on, handles, [&] {
+    return cache_->acquire(name_space, prompts, fences_->newest(), on, counted, options);
+  });
   if (batch.written != 0) fences_->wait(batch.written);
   return batch;
 }
@@ -102,16 +106,17 @@ void PromptCache::copy_rows(const AcquiredBatch& batch, acl::Stream on) {
 }
 
 std::shared_ptr<LeaseHandle> PromptCache::acquire(std::string_view name_space, const Token* tokens,
-                                                  int64_t count, int64_t limit, acl::Stream stream) {
-  return acquire(name_space, {{tokens, count, limit}}, stream).leases[0];
+                                                  int64_t count, int64_t limit, acl::Stream stream,
+                                                  const EntryOptions& options) {
+  return acquire(name_space, {{tokens, count, limit}}, stream, options).leases[0];
 }
 
 Batch PromptCache::acquire(std::string_view name_space, const std::vector<Prompt>& prompts,
-                           acl::Stream stream) {
+                           acl::Stream stream, const EntryOptions& options) {
   check_usable();
   acl::Stream on = or_own(stream);
   Batch result;
-  AcquiredBatch batch = lease(name_space, prompts, on, true, result.leases);
+  AcquiredBatch batch = lease(name_space, prompts, on, true, options, result.leases);
   copy_rows(batch, on);
   for (const Acquired& row : batch.rows) result.starts.push_back(row.start);
   result.copy_sources = std::move(batch.copy_sources);
@@ -127,12 +132,13 @@ std::shared_ptr<LeaseHandle> PromptCache::pin(std::string_view name_space, const
 }
 
 int64_t PromptCache::insert(std::string_view name_space, const Token* tokens, int64_t count,
-                            const std::vector<Source>& sources, acl::Stream stream) {
+                            const std::vector<Source>& sources, acl::Stream stream,
+                            const EntryOptions& options) {
   std::shared_ptr<Region> region = this->region();
   acl::Stream on = or_own(stream);
   if (cache_->lookup(name_space, tokens, count, false).cached_tokens == count) return 0;
   std::vector<std::shared_ptr<LeaseHandle>> handles;
-  AcquiredBatch batch = lease(name_space, {{tokens, count, count - 1}}, on, false, handles);
+  AcquiredBatch batch = lease(name_space, {{tokens, count, count - 1}}, on, false, options, handles);
   const std::shared_ptr<LeaseHandle>& handle = handles[0];
   int64_t cached = batch.rows[0].cached_tokens;
   try {

@@ -31,6 +31,9 @@ struct PoolOptions {
   std::vector<size_t> plane_block_bytes;
   int32_t block_size = 128;
   bool whole_blocks = false;
+  size_t max_pinned_bytes = ~size_t{0};
+  EvictionPolicy policy = EvictionPolicy::kLru;
+  bool second_sighting = false;
   int priority_bits = 32;
   bool fenced = true;
 };
@@ -82,13 +85,14 @@ class PromptCache : public std::enable_shared_from_this<PromptCache> {
 
   LookedUp lookup(std::string_view name_space, const Token* tokens, int64_t count);
   std::shared_ptr<LeaseHandle> acquire(std::string_view name_space, const Token* tokens, int64_t count,
-                                       int64_t limit, acl::Stream stream);
-  Batch acquire(std::string_view name_space, const std::vector<Prompt>& prompts, acl::Stream stream);
+                                       int64_t limit, acl::Stream stream, const EntryOptions& options);
+  Batch acquire(std::string_view name_space, const std::vector<Prompt>& prompts, acl::Stream stream,
+                const EntryOptions& options);
   std::shared_ptr<LeaseHandle> pin(std::string_view name_space, const Token* tokens, int64_t count);
   // Publishes a prompt whose K/V the caller holds, contiguous rows [0, count) a plane; copies what is not
   // cached yet. Returns the number of tokens that were not.
   int64_t insert(std::string_view name_space, const Token* tokens, int64_t count,
-                 const std::vector<Source>& sources, acl::Stream stream);
+                 const std::vector<Source>& sources, acl::Stream stream, const EntryOptions& options);
 
   void clear();
   void check_integrity() const;
@@ -107,7 +111,8 @@ class PromptCache : public std::enable_shared_from_this<PromptCache> {
   template <typename Lend>
   AcquiredBatch lend(acl::Stream on, std::vector<std::shared_ptr<LeaseHandle>>& handles, Lend&& try_once);
   AcquiredBatch lease(std::string_view name_space, const std::vector<Prompt>& prompts, acl::Stream on,
-                      bool counted, std::vector<std::shared_ptr<LeaseHandle>>& handles);
+                      bool counted, const EntryOptions& options,
+                      std::vector<std::shared_ptr<LeaseHandle>>& handles);
   acl::Stream or_own(acl::Stream stream) const { return stream != nullptr ? stream : own_stream_; }
   void copy_rows(const AcquiredBatch& batch, acl::Stream on);
   void pass_fences();
